@@ -35,6 +35,7 @@ class _Chunk:
     _as_type: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @classmethod
+    @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
     def of(cls, num_bytes: int) -> _Chunk:
         # Mapped memory is aligned, and only touched memory is allocated, so an unused rest costs nothing.
         memory = memoryview(mmap.mmap(-1, num_bytes))

@@ -31,7 +31,8 @@ Given = ParamSpec("Given")
 _OPTIONS = {"enable_fp_fusion": True}
 _INT32_BYTES = 2**31
 
-observers: list[LaunchObserver] = []  # launches go to the last one; to the device if there is none
+# Threads whose launches are observed: they go to the thread's last observer, and those of other threads to the device.
+observers: dict[int, list[LaunchObserver]] = {}
 
 
 class Launch(NamedTuple):
@@ -97,8 +98,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
     if 0 in grid:
         return
     options = {**_OPTIONS, **options}
-    if observers:
-        observers[-1](partial(kernel[grid], *args, **options))
+    if observers and (observer := _observer_here()):
+        observer(partial(kernel[grid], *args, **options))
         return
     # Without parameters it is the interpreter's, or another library's function.
     compiled = _launched(kernel, grid, args, options) if hasattr(kernel, "params") else kernel[grid](*args, **options)
@@ -176,8 +177,8 @@ def _note_other_work() -> None:
 def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -> None:
     """Runs fn(*args, **options); a recorder notes it as one launch: work of a CPU that depends on values of tensors."""
     _note_other_work()
-    if observers:
-        observers[-1](partial(fn, *args, **options))
+    if observers and (observer := _observer_here()):
+        observer(partial(fn, *args, **options))
     else:
         fn(*args, **options)
 
@@ -240,8 +241,8 @@ class RepeatedLaunch:
 
     def __call__(self, device: torch.device, grid: tuple[int, int, int], *args: object, **options: object) -> None:
         """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
-        if observers:
-            observers[-1](partial(self._kernel[grid], *args, **{**_OPTIONS, **options}))
+        if observers and (observer := _observer_here()):
+            observer(partial(self._kernel[grid], *args, **{**_OPTIONS, **options}))
             return
         variant = device, _are_far(args)
         call = self._calls.get(variant)
@@ -292,8 +293,8 @@ class FixedLaunch:
         """
         if _notes:
             _note_other_work()
-        if observers:
-            observers[-1](partial(self._kernel[self._grid], *first, *self._fixed, **self._options))
+        if observers and (observer := _observer_here()):
+            observer(partial(self._kernel[self._grid], *first, *self._fixed, **self._options))
         elif self._runner is not None:
             given = torch._C._cuda_getCurrentRawStream(self._device), *[tensor.data_ptr() for tensor in first]
             handed = self._handed.get(given)
@@ -324,11 +325,20 @@ def _runner(run: Run, template: tuple[object, ...], num_given: int, compiled: An
     return run, arguments, tuple(constants)
 
 
+def _observer_here() -> LaunchObserver | None:
+    """The observer of this thread's launches, if it has any."""
+    its = observers.get(get_ident())
+    return its[-1] if its else None
+
+
 @contextmanager
 def observe_launches(observer: LaunchObserver) -> Iterator[None]:
     """While active, launches of this thread go to observer instead of the device."""
-    observers.append(observer)
+    its = observers.setdefault(get_ident(), [])
+    its.append(observer)
     try:
         yield
     finally:
-        observers.pop()
+        its.pop()
+        if not its:
+            observers.pop(get_ident(), None)

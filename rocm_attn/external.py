@@ -52,11 +52,17 @@ class LayerSource:
 
     space:        the index space of its KV cache group
     head_weights: sinks or ALiBi slopes, if its problem has them; may be set later, by set_head_weights()
+
+    Raises BadSetting for values of another kind.
     """
 
     problem: Problem
     space: Space = Space.FULL
     head_weights: HeadWeights = NO_HEAD_WEIGHTS
+
+    def __post_init__(self) -> None:
+        for name, kind in (("problem", Problem), ("space", Space), ("head_weights", HeadWeights)):
+            require_kind(f"{name} of a layer", getattr(self, name), kind, BadSetting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +152,11 @@ class ExternalOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, BadSetting)
+        require_kind("causalities", self.causalities, Sequence, BadSetting)
+        if not self.causalities:
+            raise BadSetting("causalities is empty, so no step could run; give those that steps may have")
+        for causality in self.causalities:
+            require_kind("one of causalities", causality, Causality, BadSetting)
 
     def problem(self, problem: Problem, causality: Causality) -> Problem:
         """A layer's problem in steps of this causality. Raises BadProblem for chunks with a non-causal one."""
@@ -203,6 +214,11 @@ class ExternalAttention:
     ) -> None:
         self.device, self.bounds = with_index(device), bounds
         self.options = options = options if options is not None else ExternalOptions()
+        require_kind("bounds", bounds, Bounds, BadSetting)
+        require_kind("options", options, ExternalOptions, BadSetting)
+        require_kind("layers", layers, Sequence, BadSetting)
+        for source in layers:
+            require_kind("a layer", source, LayerSource, BadSetting)
         self.guards = guards = guards_from_settings() if guards is None else guards
         guards.warn()
         problems, spaces = [layer.problem for layer in layers], [layer.space for layer in layers]

@@ -17,7 +17,7 @@ from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.cache.page_format import RECORDS, Encoding, PageFormat, PoolKind, RecordLayout, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine import choices
-from rocm_attn.machine.settings import check_fields, whole_number
+from rocm_attn.machine.settings import check_fields, require_kind, whole_number
 
 # The types and values that a Problem is made of, importable from here.
 __all__ = [
@@ -103,6 +103,8 @@ class Indexer:
     def __post_init__(self) -> None:
         _check_indexing(self.indexing)
         check_fields(self, BadProblem, " of an indexer")
+        require_kind("key_encoding of an indexer", self.key_encoding, KVEncoding, BadProblem)
+        require_kind("key_scales of an indexer", self.key_scales, Scales, BadProblem)
         for name in ("num_heads", "head_dim"):
             whole_number(f"{name} of an indexer", getattr(self, name), BadProblem, least=1)
         if self.num_heads % self.indexing.sets:

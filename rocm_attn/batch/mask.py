@@ -17,7 +17,7 @@ Spans need no cells: the keys that a token sees are a range, which follows from 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,16 @@ _LAST_KEY = 2**31 - 1
 _MOST_KEYS = 1 << 24
 # Nodes of a tree, whose cells are counted in 32 bits.
 _MOST_NODES = 1 << 15
+
+
+def on_host(name: str, values: object) -> npt.NDArray[Any]:
+    """Values as an array, one of objects for lists of unequal lengths. Raises BadBatch for tensors of a GPU."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return np.asarray(values, np.object_)
+    except (TypeError, RuntimeError) as error:  # other tensors that NumPy does not read, such as those of bfloat16
+        raise BadBatch(f"{name} cannot be read as integers on the host: {error}") from None
 
 
 class NoMask:
@@ -185,10 +195,7 @@ class TokenSpans:
     placed: Tensor
 
     def __init__(self, spans: npt.ArrayLike, device: torch.device) -> None:
-        try:
-            given = np.asarray(spans)
-        except ValueError:  # lists of several lengths
-            given = np.asarray(spans, np.object_)
+        given = on_host("spans", spans)
         if given.size == 0:
             given = np.zeros((0, 3), np.int64)
         if given.ndim != 2 or given.shape[1] != 3 or given.dtype.kind not in "iu":
@@ -260,7 +267,7 @@ def spans_of_blocks(kv_len: npt.ArrayLike, q_len: npt.ArrayLike, block: int, dev
     block = whole_number("block", block)
     if not 1 <= block <= _LAST_KEY:
         raise BadBatch(f"a block is of {block} tokens; give 1 or more, and at most {_LAST_KEY}")
-    kv_len, q_len = np.asarray(kv_len), np.asarray(q_len)
+    kv_len, q_len = on_host("kv_len", kv_len), on_host("q_len", q_len)
     are_whole = {kv_len.dtype.kind, q_len.dtype.kind} <= {"i", "u"} or kv_len.size == 0
     if not are_whole or kv_len.shape != q_len.shape or kv_len.ndim != 1 or ((q_len < 0) | (q_len > kv_len)).any():
         raise BadBatch(

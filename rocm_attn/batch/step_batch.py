@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from rocm_attn.batch.drafts import NO_DRAFTS, AnyDrafts, Drafts
 from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs, Inputs
-from rocm_attn.batch.mask import NO_MASK, Mask, NoMask, TokenSpans
+from rocm_attn.batch.mask import NO_MASK, Mask, NoMask, TokenSpans, on_host
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, SharedPrefixes
 from rocm_attn.errors import BadBatch
 from rocm_attn.machine.settings import require_kind
@@ -271,10 +271,7 @@ def has_repeats(numbers: npt.NDArray[np.integer[Any]]) -> bool:
 
 def as_int32(name: str, values: object) -> Int32Array:
     """Returns values as a contiguous int32 vector, without wrapping a value that does not fit."""
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # lists of unequal lengths, tensors of a GPU or of bfloat16
-        raise BadBatch(f"{name} cannot be read as integers on the host: {error}") from None
+    array = on_host(name, values)
     if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
         return array
     if array.ndim != 1:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX, as_int32
-from rocm_attn.errors import BadTensor, NeverFits, WrongState
+from rocm_attn.errors import BadBatch, BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.metadata.engine_tensors import EngineRows, GatherSource
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, TableTerms
@@ -256,8 +256,9 @@ class AdoptedTables:
             self._copied.record()
 
     def write(self, pages: Sequence[Sequence[int]], space: Space = Space.FULL) -> None:
-        """Writes page ids into the engine's table: pages[i] becomes the beginning of row i; the rest of a row stays.
+        """Writes page ids into the engine's table: pages[i] becomes the beginning of row i, and zeros follow it.
 
+        They end where the longest of the lists ends; the rest of the table stays.
         It makes one copy to the device, on the current stream, and does not wait. Raises WrongState while another
         thread has a step, BadTensor if pages do not fit or the table has no rows of page ids, and BadBatch for pages
         that are no integers, or outside of int32; nothing is written then.
@@ -266,7 +267,10 @@ class AdoptedTables:
         source = self._of(space).source
         if not isinstance(source, TableSource) or source.unit is not TableUnit.PAGE:
             raise BadTensor(f"the table of the {space.name} space has no rows of pages; write into it yourself")
-        entries, lens = source.entries, np.array([len(row) for row in pages], np.int64)
+        try:
+            entries, lens = source.entries, np.array([len(row) for row in pages], np.int64)
+        except TypeError:  # a number has no length
+            raise BadBatch(f"pages is {pages!r}; give a list of page ids for each row") from None
         width = int(lens.max(initial=0))
         if len(pages) > entries.shape[0] or width > entries.shape[1]:
             raise BadTensor(
@@ -341,7 +345,9 @@ class AdoptedTables:
         table = next((table for table in self.spaces if table.space == space), None)
         if table is None:
             named = ", ".join(table.space.name for table in self.spaces)
-            raise BadTensor(f"no layer lives in the {space.name} space; the spaces are {named}")
+            raise BadTensor(
+                f"no layer lives in the {getattr(space, 'name', repr(space))} space; the spaces are {named}"
+            )
         return table
 
     def _check_device(self, space: Space, table: GatherSource) -> None:

@@ -12,6 +12,7 @@ from rocm_attn.errors import BadProblem, BadTensor, NeverFits, WrongState, no_su
 from rocm_attn.kernels.cache.layer_pages import NEAR, LayerPages
 from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
 from rocm_attn.machine.devices import require_tensor
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.paging.adopted import ChangeGate
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, PoolKind, Problem, Scales
@@ -39,6 +40,7 @@ def check_scales(of: str, pool: PoolKind, k: Tensor, v: Tensor) -> None:
 
 def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor, Tensor], ...]:
     """K and V pages of each layer as views of an engine's KV cache; see AdoptedPages.bind_all for the axes."""
+    require_kind("axes", axes, str, BadTensor)
     named = axes.split()
     wanted = {*_AXES, "layer"} if isinstance(kv, Tensor) else {*_AXES}
     if len(named) != len(wanted) or set(named) != wanted:
@@ -146,6 +148,8 @@ class AdoptedPages:
         """
         self._gate.change("pages.bind()")
         problem = self._problem(layer)
+        if coded is not None:
+            require_kind("coded", coded, EnginePages, BadTensor)
         k_scale, v_scale, declared = (
             (None, None, None) if coded is None else (coded.k_scale, coded.v_scale, coded.format)
         )
@@ -174,6 +178,8 @@ class AdoptedPages:
         require_tensor(f"the index pages of layer {layer}", keys)
         if keys.dim() != 3:
             raise BadTensor(f"the index pages of layer {layer} are {list(keys.shape)}; give [pages, keys, elements]")
+        if scale is not None:
+            require_tensor(f"the scale of the index keys of layer {layer}", scale)
         rows = keys.unsqueeze(2)
         scale = scale.unsqueeze(1) if scale is not None and scale.dim() == 2 else scale
         pages = self._pages(f"index pages of layer {layer}", rows, rows, [scale, scale], declared, form)

@@ -8,8 +8,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from rocm_attn.batch.mask import on_host
 from rocm_attn.batch.step_batch import Int32Array, Integers, has_repeats
-from rocm_attn.errors import BadBatch, FitsLater, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, FitsLater, WrongState
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.page_table import TableGuards
@@ -142,7 +143,8 @@ class KeptPages:
         """Stops keeping pages. They become free if no row and no other keep holds them.
 
         spaces: spaces in which they are dropped. An id with pages in no space never becomes valid again
-        Raises WrongState for ids that are not kept in any of these spaces, or named twice; nothing is changed then.
+        Raises WrongState for ids that are not kept in any of these spaces, or named twice, BadBatch, and BadSetting;
+        nothing is changed then.
         """
         places, named = self._places(ids), self._named(spaces)
         pages = self._pages[:, places]
@@ -241,15 +243,14 @@ class KeptPages:
         return holders
 
     def _named(self, spaces: Collection[Space]) -> list[int]:
-        """The indices of the table's spaces that are named."""
+        """The indices of the table's spaces that are named. Raises BadSetting for another kind of value."""
+        if not isinstance(spaces, Collection) or not all(isinstance(each, Space) for each in spaces):
+            raise BadSetting(f"spaces is {spaces!r}; give a list of Spaces")
         return [number for number, table in enumerate(self._rows.spaces) if table.space in spaces]
 
     def _places(self, given: GivenIds) -> KeptIds:
         """int64 [n]: the places of ids. Raises BadBatch, and WrongState unless all are kept, and each is named once."""
-        try:
-            ids = np.asarray(given)
-        except ValueError:  # lists of several lengths
-            ids = np.asarray(given, np.object_)
+        ids = on_host("ids of kept pages", given)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise BadBatch(
                 f"ids of kept pages are {ids.dtype} of shape {list(ids.shape)}; give a vector of integers, results of "

@@ -19,6 +19,7 @@ from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.batch_checks import BatchChecks
 from rocm_attn.paging.index_spaces import Space, num_pages
 from rocm_attn.paging.kept_pages import KeptPages
+from rocm_attn.paging.kv_pool import require_slots
 from rocm_attn.paging.page_table import ONE, PageTable, Places, SpacePages, TableGuards
 from rocm_attn.paging.row_states import RowStates
 from rocm_attn.paging.rows import ALWAYS, NO_ROOM, Rows, one_each
@@ -84,11 +85,14 @@ class RequestTable:
             raise NeverFits(
                 f"max_kv_len is {max_kv_len}; kernels add a few lengths in 32 bits, so use at most {MOST_TOKENS}"
             )
+        all_pages = (SpacePages(Space.FULL, num_pages), *windows)
+        for pages in all_pages:
+            require_slots(pages.num_pages, page_size)
         self._tokens, self._last = np.array(page_size, np.int32), np.array(page_size - 1, np.int32)  # of a page
         self._most = np.array(max_kv_len, np.int32)
         self.spaces = tuple(
             PageTable(pages, num_rows=num_rows, width=width, page_size=page_size, device=device, guards=guards)
-            for pages in (SpacePages(Space.FULL, num_pages), *windows)
+            for pages in all_pages
         )
         self.full = self.spaces[0]
         self.states = RowStates(recurrent, num_rows=num_rows, page_size=page_size)

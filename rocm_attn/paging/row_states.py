@@ -74,15 +74,16 @@ class RowStates:
     def truncate(self, row: int, kv_len: int) -> None:
         """Notes that a row whose track was lost has no tokens from kv_len on that a step has stored in every layer."""
         if not self.is_empty:
-            lost = (self._headers[row, :, :2] == _ANYTHING[:2]).all(1)
+            lost = self._are_lost(row)
             self._headers[row, lost, 2] = np.minimum(self._headers[row, lost, 2], kv_len)
 
     def fork(self, row: int, child: int, kv_len: int) -> None:
         """Copies the state of a row after kv_len tokens to the row that shares them."""
         if not self.is_empty and kv_len > 0:
             self._headers[child] = _NOTHING
-            if self._serves(row, kv_len):
-                self._headers[child, 0] = -1, kv_len, kv_len
+            serve, lost = _serve(self._headers[row], np.int32(kv_len)), self._are_lost(row)
+            if serve.any():
+                self._headers[child, 0] = -1, kv_len if (serve & ~lost).any() else _ANYTHING[1], kv_len
             self._copy(child, self._in_row(row, kv_len))
 
     def begin_at(self, row: int, checkpoint: int, kv_len: int) -> None:
@@ -121,12 +122,17 @@ class RowStates:
         return states
 
     def are_due(self, rows: Int32Array, kv_len: Int32Array) -> npt.NDArray[np.bool_]:
-        """bool [n]: True if keep_all() takes a checkpoint of rows[i] after kv_len[i] tokens, as long as one is free."""
+        """bool [n]: True if keep_all() takes a checkpoint of rows[i] after kv_len[i] tokens, as long as one is free.
+
+        A state that only the device knows of may not be there, and each row that began at it would be a fault.
+        """
         due: npt.NDArray[np.bool_] = kv_len % self.spacing == 0
         if self.is_empty:
             due[:] = False
         for at in np.flatnonzero(due).tolist():
-            due[at] = self._serves(int(rows[at]), int(kv_len[at]))
+            row = int(rows[at])
+            serve = _serve(self._headers[row], np.int32(kv_len[at]))
+            due[at] = (serve & ~self._are_lost(row)).any()
         return due
 
     @property
@@ -230,6 +236,11 @@ class RowStates:
 
     def _copy(self, row: int, source: StateSource) -> None:
         self.copies.append(StateCopy(SLOTS_OF_ROW * row, int(self.tags[row]), True, source))
+
+    def _are_lost(self, row: int) -> npt.NDArray[np.bool_]:
+        """bool [2]: the slots of a row of which only the device knows what they serve."""
+        lost: npt.NDArray[np.bool_] = (self._headers[row, :, :2] == _ANYTHING[:2]).all(1)
+        return lost
 
     def _serves(self, row: int, kv_len: int) -> bool:
         """True if a step may go on after kv_len tokens of a row, as far as the host knows."""

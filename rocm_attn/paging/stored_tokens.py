@@ -154,6 +154,7 @@ class StepStores:
         # Looked up, not shifted: a shift by a number of NumPy's is one of 64 bits.
         self._bit_of = tuple(1 << side for side in range(len(sides)))
         self._all = (1 << len(sides)) - 1
+        self._has_states = bool(sides.of_states)
         self._require_stored = require_stored
         self._batch: StepBatch | None = None
         self._done = [0]
@@ -170,10 +171,14 @@ class StepStores:
         """
         self._batch, self.refusal, self._in_turn = batch, refusal, in_turn
         self._done = [0] * num_children
-        # Fill gives slots of recurrent layers to the step, whatever its layers store in them afterwards.
-        self._wrote = bool(self._sides.of_states)
+        # The host has noted the slots that the step gets, unless only the device knows its lengths.
+        self._wrote = self._has_states and batch.inputs.lengths_on_host
         if self._tokens.changed:
             self._tokens.changed.clear()
+
+    def note_fill(self) -> None:
+        """Notes that the step has slots of recurrent layers from now on, whatever its layers store in them."""
+        self._wrote |= self._has_states
 
     def _first_writable_has_risen(self) -> None:
         """Updates the refusal after a row was forked or kept: the step may not store tokens that others now read."""
@@ -248,6 +253,8 @@ class StepStores:
             if self.refusal:
                 raise BadBatch(self.refusal)
             self._wrote = True
+        else:
+            self.note_fill()  # by the graph
         if layers != self._all and self._batch is not None:
             self._require_stored(self._batch, self._batch.kv_len)
         replay()

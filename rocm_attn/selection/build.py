@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.machine.agreement import Agreement, alone
 from rocm_attn.machine.devices import with_index
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.problem import Problem
@@ -38,8 +40,13 @@ def build_runtime(
               ranks must then build their runtimes, capture graphs and begin steps in the same order
 
     Raises Unsupported if no kernel serves a layer, BadProblem and NeverFits for an impossible pool, and
-    BadSetting for safeguards that do not exist.
+    BadSetting for safeguards that do not exist, and arguments of another kind.
     """
+    require_kind("problems", problems, Sequence, BadSetting)
+    for problem in problems:
+        require_kind("a layer's problem", problem, Problem, BadSetting)
+    require_kind("options", options, RuntimeOptions, BadSetting)
+    require_kind("recurrent", recurrent, RecurrentLayers, BadSetting)
     device = with_index(device)
     guards = guards if guards is not None else guards_from_settings()
     selections = choose_kernels(

@@ -244,8 +244,6 @@ class StepGate:
         # A length that only the device knows may be shorter than its bound, so such a step gives no pages back.
         if self._has_windows and batch.inputs.kv_len_on_host:
             self._table.evict(batch.rows, self._evict_before(batch))
-        if self._has_states:
-            self._table.states.note(batch)
         self._streams.follow()
         children, publisher = self._core.memory.device_steps(plan), self._publisher
         publisher.apply_table_changes()
@@ -258,6 +256,8 @@ class StepGate:
             batches = split_batch(batch, plan.shape.child.num_seqs)
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
+        if self._has_states:  # an earlier step's fault may have been raised instead
+            self._table.states.note(batch)
         self._staged = batch, plan, children, self._generations.last_change, refusal
         steps = plan.draft_steps
         self.stores.begin(batch, len(children), refusal, steps if steps == 1 else min(steps, self._in_turn))
@@ -465,6 +465,7 @@ class StepGate:
         step = self._step
         if step is None:
             raise WrongState("there is no step to fill; call runtime.stage() or runtime.step() first")
+        self.stores.note_fill()
         with on_device(self.device):
             self._streams.join()
             self._core.fill(step.children, step.plan)

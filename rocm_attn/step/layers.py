@@ -13,13 +13,13 @@ from torch import Tensor
 from rocm_attn.errors import BadTensor, no_such_layer
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.launch import does_only_launch, observers
 from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs, SelectedKeys
 from rocm_attn.machine.devices import is_current, on_device, require_tensor
-from rocm_attn.machine.settings import settings
+from rocm_attn.machine.settings import require_kind, settings
 from rocm_attn.paging.storage import PagePool
 from rocm_attn.paging.stored_tokens import Sides, StepStores
 from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
@@ -382,9 +382,9 @@ class Layers(TensorChecks):
     ) -> None:
         try:
             dim = q.shape[-1]
-        except AttributeError:  # it is no tensor, which its check refuses
+        except (AttributeError, IndexError):  # it is no tensor, or a single number, which its check refuses
             dim = problem.head_dim
-        if self._work_of_layer.get(layer) is not work:
+        if self._work_of_layer.get(layer, _UNCHECKED) is not work:
             _check_work(problem, work, self._device)
             self._work_of_layer[layer] = work
         if problem.pool is not PoolKind.LATENT or work.rope is None or dim != work.rope.dim:
@@ -423,6 +423,8 @@ class Layers(TensorChecks):
             require_apart("lse", lse, "out", out)
 
 
+# The work of a layer that has had none.
+_UNCHECKED = QkvWork()
 # A call that is not prepared.
 _AS_IT_IS = AddressedCall(None, (), 0)
 
@@ -443,6 +445,7 @@ def _require_rows_of_one(layer: int, problem: Problem) -> None:
 
 def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
     """Raises BadTensor for a rope or norms that do not fit the problem's rows, or are on another device."""
+    require_kind("work", work, QkvWork, BadTensor)
     is_latent = problem.pool is PoolKind.LATENT
     if work.rope is not None:
         _check_rope("rope", work.rope, problem.head_dim, device)
@@ -468,6 +471,7 @@ def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
     for name, (norm, dim) in {"q_norm": of_q, "k_norm": of_k, "v_norm": of_v}.items():
         if norm is None:
             continue
+        require_kind(name, norm, RowNorm, BadTensor)
         # In a latent layer the first elements of rows may be normalised alone.
         if norm.dim > dim or (norm.dim < dim and not is_latent):
             raise BadTensor(f"{name} has {norm.dim} weights; rows have {dim} elements")
@@ -475,7 +479,10 @@ def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
 
 
 def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> None:
-    """Raises BadTensor for a table of more elements than a row has, or on another device."""
+    """Raises BadTensor for no table, or no positions, for more elements than a row has, and for another device."""
+    require_kind(name, rope, RopeTable, BadTensor)
+    if rope.num_positions == 0:
+        raise BadTensor(f"{name} has no positions; make its table for the tokens of the longest sequence")
     if rope.dim > dim:
         raise BadTensor(f"{name} rotates {rope.dim} elements; rows have {dim}")
     _check_device(name, rope.cos_sin, device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
 
@@ -50,8 +51,12 @@ def merge_into(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: 
 
 
 def _check(sides: Sequence[tuple[Tensor, Tensor]]) -> None:
+    require_kind("sides", sides, Sequence, BadTensor)
     if not sides:
         raise BadTensor("there is no side to merge; give at least one")
+    for place, side in enumerate(sides):
+        if not isinstance(side, tuple | list) or [isinstance(each, Tensor) for each in side] != [True, True]:
+            raise BadTensor(f"side {place} is of type {type(side).__name__}; give a pair of tensors, (out, lse)")
     shape, device = sides[0][0].shape, sides[0][0].device
     for place, (out, lse) in enumerate(sides):
         if out.dim() != 3 or out.shape != shape:

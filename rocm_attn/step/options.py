@@ -13,7 +13,7 @@ from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import BadSetting
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
-from rocm_attn.machine.settings import check_fields
+from rocm_attn.machine.settings import check_fields, whole_number
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
 from rocm_attn.paging.kv_pool import space_of
 from rocm_attn.paging.page_table import SpacePages
@@ -162,7 +162,7 @@ class RuntimeOptions:
 
 def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:
     try:
-        ladder = SizeLadder(tuple(sizes))
+        ladder = SizeLadder(tuple(whole_number(f"one of {name}", size) for size in sizes))
     except BadLadder as bad:
         raise BadSetting(f"{name}: {bad}") from bad
     if ladder.largest > INT32_MAX:

@@ -17,13 +17,13 @@ class TensorChecks:
         self._device = device
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Raises BadTensor for no tensor, another shape, dtype or device, or gaps in the last dimension."""
+        """Raises BadTensor for another shape, dtype, device or stride of the last dimension, and for a negated view."""
         # One check if all is well, because this runs at every layer of every step.
         try:
             is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.stride(-1) == 1
         except AttributeError:  # it is no tensor
             is_right = False
-        if is_right and tensor.device == self._device:
+        if is_right and tensor.device == self._device and not tensor.is_neg():
             return
         require_tensor(name, tensor)
         if tuple(tensor.shape) != shape:
@@ -34,6 +34,8 @@ class TensorChecks:
             raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
         if not rows_are_contiguous(tensor):
             raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+        if tensor.is_neg():
+            raise BadTensor(f"{name} is a view whose memory holds the opposite signs; give {name}.resolve_neg()")
 
     def _check_written(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Does the same for a tensor that a launch writes, whose elements must be memory of their own."""
@@ -41,7 +43,7 @@ class TensorChecks:
             is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.device == self._device
         except AttributeError:  # it is no tensor
             is_right = False
-        if is_right and tensor.is_contiguous():
+        if is_right and tensor.is_contiguous() and not tensor.is_neg():
             return
         self._check(name, tensor, shape, dtype)
         if not _has_room(tensor):

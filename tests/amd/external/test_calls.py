@@ -388,6 +388,8 @@ def test_pages_that_kernels_cannot_read_are_refused(device: torch.device, provid
     ):
         with pytest.raises((BadTensor, CapacityExceeded), match=why):
             filled.attention.pages.bind(0, k, v)  # type: ignore[arg-type]
+    with pytest.raises(BadTensor, match="coded is a tuple; it must be of type EnginePages"):
+        filled.attention.pages.bind(0, filled.k, filled.v, (None, None))  # type: ignore[arg-type]
     for layer in (1, -1, None, "0"):
         with pytest.raises(BadTensor, match=f"layer {layer!r} does not exist"):
             filled.attention.pages.bind(layer, filled.k, filled.v)  # type: ignore[arg-type]
@@ -571,6 +573,16 @@ def test_layers_tables_and_bounds_must_agree(device: torch.device, provider: str
         build([LayerSource(problem()), LayerSource(problem(page_size=32))], {Space.FULL: table})
     with pytest.raises(BadProblem, match=r"layers live in the spaces \['GROUP1'\] and tables are given for \['FULL'\]"):
         build([LayerSource(problem(), Space("group1"))], {Space.FULL: table})
+    with pytest.raises(BadSetting, match="a layer is a Problem; it must be of type LayerSource"):
+        build([problem()], {Space.FULL: table})  # type: ignore[list-item]
+    with pytest.raises(BadSetting, match="problem of a layer is a NoneType"):
+        LayerSource(None)  # type: ignore[arg-type]
+    with pytest.raises(BadSetting, match="space of a layer is a str"):
+        LayerSource(problem(), "full")  # type: ignore[arg-type]
+    with pytest.raises(BadSetting, match="causalities is empty"):
+        ExternalOptions(causalities=())
+    with pytest.raises(BadSetting, match="one of causalities is a str"):
+        ExternalOptions(causalities="causal")  # type: ignore[arg-type]
     with pytest.raises(BadSetting, match=r"kv_len is 268435457; it must be from 1 to 268435456"):
         Bounds(num_seqs=1, kv_len=2**28 + 1, num_pages=2)
     with pytest.raises(BadSetting, match="num_pages is 0"):

@@ -107,6 +107,8 @@ def test_a_kv_cache_of_other_axes_is_refused(
         attention.seal()
     with pytest.raises(BadTensor, match="name each of"):
         layer_pages([torch.zeros(shape)], "layer " + axes.replace("layer ", ""))
+    with pytest.raises(BadTensor, match="axes is a list; it must be of type str"):
+        layer_pages([torch.zeros(shape)], axes.split())  # type: ignore[arg-type]
 
 
 def test_a_table_is_written_from_lists_and_replaced_by_a_tensor(device: torch.device) -> None:
@@ -125,8 +127,11 @@ def test_a_table_is_written_from_lists_and_replaced_by_a_tensor(device: torch.de
         with pytest.raises(BadBatch, match=f"pages holds .*{message}"):
             attention.tables.write(strange)  # type: ignore[arg-type]
     assert table.equal(written), "page 1 would be another sequence's"
-    with pytest.raises(BadTensor, match="no layer lives in the SWA space"):
-        attention.tables.write([[1]], Space.SWA)
+    with pytest.raises(BadBatch, match=r"pages is \[1, 2\]; give a list of page ids for each row"):
+        attention.tables.write([1, 2])  # type: ignore[list-item]
+    for space, named in ((Space.SWA, "SWA"), ("swa", "'swa'")):
+        with pytest.raises(BadTensor, match=f"no layer lives in the {named} space"):
+            attention.tables.write([[1]], space)  # type: ignore[arg-type]
     other = torch.zeros((2, 8), dtype=torch.int32, device=device)
     attention.tables.use(other)
     attention.tables.write([[6]])

@@ -109,6 +109,8 @@ def test_index_pages_that_do_not_fit_are_refused(device: torch.device) -> None:
         attention.pages.bind_index(0, engine.nan(PAGES, 4, 16).half())
     with pytest.raises(BadTensor, match=r"layer 0: k_scale was given; its pages are .* with no scales"):
         attention.pages.bind_index(0, engine.nan(PAGES, 4, 16), torch.ones(1, device=device))
+    with pytest.raises(BadTensor, match="the scale of the index keys of layer 0 is a float; give a tensor"):
+        attention.pages.bind_index(0, engine.nan(PAGES, 4, 16), 0.5)  # type: ignore[arg-type]
     with pytest.raises(BadTensor, match="layer 1 has no indexer"):
         attention.pages.bind_index(1, engine.nan(PAGES, 4, 16))
     with pytest.raises(WrongState, match=r"call pages.bind_index\(\)"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 from torch import Tensor
 
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.fake_recorder import FakeRecorder
-from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.launch import launch, run_as_launch
 
 
 class Kernel:
@@ -125,6 +127,23 @@ def test_recording_works_under_inference_mode_too(fake: FakeRecorder) -> None:
         wanted = torch.nn.functional.rms_norm(x @ weight.t(), (5,)).softmax(-1)
     recording.replay()
     assert torch.equal(out, wanted)
+    fake.record(lambda: x + 1)  # in the same memory, outside of the mode
+
+
+def test_launches_of_another_thread_are_not_recorded(fake: FakeRecorder) -> None:
+    """A replay repeated another runtime's stores, in pages that belonged to other requests by then."""
+    x, made = torch.ones(2), list[int]()
+
+    def body() -> Tensor:
+        thread = Thread(target=run_as_launch, args=(made.append, 1))
+        thread.start()
+        thread.join()
+        return x + 1
+
+    recording, _ = fake.record(body)
+    assert made == [1, 1]  # fn runs twice
+    recording.replay()
+    assert made == [1, 1]
 
 
 def test_weights_that_want_gradients_are_recorded_without_any(fake: FakeRecorder) -> None:

@@ -154,6 +154,9 @@ def test_sizes_of_narrow_types_count_as_their_values() -> None:
         SpacePages(Space.SWA, 9.0, "swa_pages")  # type: ignore[arg-type]
     with pytest.raises(NeverFits, match="page_size is 0; each must be at least 1"):
         RequestTable(num_pages=9, device=torch.device("cpu"), **{**sizes, "page_size": 0})
+    for num_pages, page_size in ((2**62, 4), (9, 2**70)):
+        with pytest.raises(NeverFits, match=f"{num_pages} pages of {page_size} tokens overflow an int32 slot id"):
+            RequestTable(num_pages=num_pages, device=torch.device("cpu"), **{**sizes, "page_size": page_size})
 
 
 def test_a_space_by_another_name_and_a_part_of_a_page_are_refused() -> None:

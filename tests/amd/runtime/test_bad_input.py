@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.mask import TokenSpans, spans_of_blocks
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
 from rocm_attn.machine.target import known_target
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
@@ -62,19 +64,33 @@ def test_values_of_another_kind_are_named_and_the_next_step_runs(world: World, g
         "head weights of layer 0": [lambda: runtime.head_weights.set(0, given)],
         "scales of layer 0": [lambda: runtime.set_kv_scales(0, given)],
         "accepted": [lambda: runtime.move_accepted(given)],
+        "a layer's problem": [lambda: build_runtime([given], runtime.options, device="cpu")],
+        "options": [lambda: build_runtime([small_problem()], given, device="cpu")],
+        "recurrent": [lambda: build_runtime([small_problem()], runtime.options, given, device="cpu")],
         "drafts of a round": [lambda: draft_batch([1], [3], given)],
         "spans": [lambda: DeviceSpans(given)],
         "cells of a mask": [lambda: BoolCells(given, torch.zeros(1, dtype=torch.int32))],
     }
     for name, its in calls.items():
         for call in its:
-            with pytest.raises((BadBatch, BadTensor), match=f"^{name} is a {type(given).__name__}; "):
+            with pytest.raises((BadBatch, BadSetting, BadTensor), match=f"^{name} is a {type(given).__name__}; "):
                 call()
     for groups in (None, [given]):
         with pytest.raises(BadBatch, match=r"groups? is a \w+; it must be of type "):
             SharedPrefixes(groups)  # type: ignore[arg-type]
-    with pytest.raises(BadBatch, match="ids of kept pages are object of shape"):
-        kept.drop([[1], [2, 3]])  # type: ignore[list-item]
+    readers: dict[str, Callable[[Any], object]] = {
+        "ids of kept pages are object of shape": kept.drop,
+        "spans are object of shape": lambda values: TokenSpans(values, runtime.device),
+        "give whole numbers": lambda values: spans_of_blocks(values, [], 1, runtime.device),
+    }
+    for message, read in readers.items():
+        with pytest.raises(BadBatch, match=message):
+            read([[1], [2, 3]])
+        with pytest.raises(BadBatch, match="cannot be read as integers on the host: "):
+            read(torch.ones(2, device="meta"))
+    for spaces in (given, Space.FULL):
+        with pytest.raises(BadSetting, match=r"spaces is .*; give a list of Spaces"):
+            kept.drop([], spaces)  # type: ignore[arg-type]
     world.step(world.requests, [1, 1])
 
 
@@ -108,6 +124,7 @@ def broken(name: str, tensor: Tensor) -> Any:
         "heads": lambda: tensor[:, :1],
         "dtype": lambda: tensor.to(torch.float16),
         "strides": lambda: tensor.transpose(1, 2).contiguous().transpose(1, 2),
+        "signs": lambda: torch._neg_view(tensor),  # as the imaginary parts of conj()
         "device": lambda: tensor.to("meta"),
         "nothing": lambda: None,
         "list": lambda: tensor.tolist(),
@@ -126,6 +143,7 @@ def broken(name: str, tensor: Tensor) -> Any:
             ("heads", "has shape"),
             ("dtype", "float16"),
             ("strides", "contiguous"),
+            ("signs", "the opposite signs; give .*resolve_neg"),
             ("device", "meta"),
             ("nothing", "is a NoneType; give a tensor"),
             ("list", "is a list; give a tensor"),
@@ -312,7 +330,7 @@ def test_options_that_cannot_be_are_refused(changes: dict[str, Any], message: st
 
 def test_integers_of_numpy_are_numbers(device: torch.device) -> None:
     numbers: dict[str, Any] = {"num_pages": np.int64(8), "max_num_seqs": np.int32(2), "max_kv_len": np.uint8(16)}
-    assert built_of([small_problem()], device, **numbers).max_kv_len == 16
+    assert built_of([small_problem()], device, **numbers, capture_sizes=(np.int64(2),)).max_kv_len == 16
 
 
 def test_numbers_of_numpy_name_layers(device: torch.device) -> None:

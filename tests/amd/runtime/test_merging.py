@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +91,9 @@ def test_sides_that_do_not_fit_are_refused(side: Side, complaint: str) -> None:
 def test_no_side_is_refused() -> None:
     with pytest.raises(BadTensor, match="there is no side to merge"):
         merge_states([])
+
+
+@pytest.mark.parametrize("side", [OUT, (OUT,), (OUT, None), None])
+def test_a_side_that_is_no_pair_is_refused(side: Any) -> None:
+    with pytest.raises(BadTensor, match=r"side 1 is of type \w+; give a pair of tensors, \(out, lse\)"):
+        merge_states([(OUT, LSE), side])

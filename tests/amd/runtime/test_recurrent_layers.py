@@ -116,6 +116,20 @@ def test_a_row_without_new_tokens_keeps_its_track_in_a_step_of_lengths_on_the_de
     world.runtime.check_device()
 
 
+def test_the_first_graph_of_new_tokens_known_on_the_device_forgets_no_stored_ones(device: torch.device) -> None:
+    """The step waits while its graph is made. It was moved back to the first token that its bound allowed."""
+    world = Hybrid(device, "torch", graphs=True)
+    (one,) = world.begun(6)
+    new = world.ids(2)
+    world.runtime.table.reserve(one.row, 8)
+    inputs = DeviceInputs(q_len=torch.tensor([2], dtype=torch.int32, device=device))
+    out = world.runner.run(StepBatch([one.row], [8], [3], [*new, 0], inputs=inputs)).tensor[:2]
+    assert world.runner.graph_of_last is not None
+    one.ids += new
+    world.check(out, [one], [new])
+    world.runtime.check_device()
+
+
 def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     kept, one = world.runtime.table.kept, world.admit()
@@ -131,6 +145,41 @@ def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device
     late = type(one)(kept.admit_over(ids, PAGE_SIZE), one.ids[:PAGE_SIZE])
     world.step([late, one], [world.ids(1), world.ids(1)])
     assert not kept.have_states(kept.keep(one.row, 0, 1)).any()
+
+
+def test_a_fault_that_keeps_a_step_from_beginning_leaves_the_states_of_its_rows(device: torch.device) -> None:
+    """The host took the slot for that step's, which held the state before the last one."""
+    world = Hybrid(device, "torch")
+    one, other = world.begun(8, 3)
+    world.step([one], [world.ids(KEPT + 1)])
+    world._kv[7] = float("nan")
+    world.run([other], [[7]])
+    for _ in range(2):
+        world.run([one], [world.ids(KEPT + 1)])
+    with pytest.raises(DeviceFault):
+        world.run([one], [world.ids(KEPT + 1)])
+    world.back(one, len(one.ids) - KEPT - 1)
+    world.step([one], [world.ids(2)])
+
+
+def test_no_checkpoint_is_kept_of_a_state_that_only_the_device_knows_of(device: torch.device) -> None:
+    """It was counted as kept where no state was, and each step of a row over it was a fault."""
+    world = Hybrid(device, "torch")
+    (one,) = world.begun(PAGE_SIZE - 1)
+    new = world.ids(KEPT + 3)  # these are folded, so the state after the first page is nowhere
+    batch = world.batch([one], [new])
+    world.runner.run(replace(batch, inputs=DeviceInputs(kv_len=torch.tensor(batch.kv_len, device=device))))
+    one.ids += new
+    kept = world.runtime.table.kept
+    child = type(one)(world.runtime.table.fork(one.row, PAGE_SIZE), one.ids[:PAGE_SIZE])
+    for row in (one.row, child.row):
+        assert kept.states_due([row], [0]).tolist() == [False]
+        assert kept.have_states(kept.keep(row, 0, 1)).tolist() == [False]
+    for _ in range(2):
+        world.step([one], [world.ids(1)])
+    world.step([one], [world.ids(2 * PAGE_SIZE - len(one.ids) % PAGE_SIZE)])
+    last = len(one.ids) // PAGE_SIZE - 1
+    assert kept.have_states(kept.keep(one.row, last, last + 1)).tolist() == [True]
 
 
 def test_a_step_that_may_not_store_leaves_the_state_of_its_row(device: torch.device) -> None:

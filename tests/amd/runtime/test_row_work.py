@@ -108,6 +108,10 @@ def norm(dim: int) -> RowNorm:
         (LATENT, QkvWork(rope(8)), "rope rotates the first elements of a latent layer's rows.*at_end=True"),
         (LATENT, QkvWork(v_norm=norm(64)), "v_norm was given for a latent layer, whose V is part of K"),
         (LATENT, QkvWork(rope(8, at_end=True), norm(64)), "q_norm has 64 weights; rows of q have 72 elements"),
+        (small_problem(), QkvWork(RopeTable(torch.zeros(0, 8))), "rope has no positions; make its table"),
+        (small_problem(), None, "work is a NoneType; it must be of type QkvWork"),
+        (small_problem(), QkvWork(torch.zeros(16, 8)), "rope is a Tensor; it must be of type RopeTable"),  # type: ignore[arg-type]
+        (small_problem(), QkvWork(k_norm=torch.zeros(16)), "k_norm is a Tensor; it must be of type RowNorm"),  # type: ignore[arg-type]
     ],
 )
 def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: str) -> None:
@@ -134,6 +138,7 @@ def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: 
             "q is a NoneType; give a tensor",
         ),
         (lambda s, x: s.rope_queries(0, [1.0], x(6, 16), QkvWork()), "q is a list; give a tensor"),
+        (lambda s, x: s.rope_queries(0, torch.tensor(1.0), x(6, 16), QkvWork()), r"q has shape \[\]"),
         (lambda s, x: s.finish(0, x(6, 8)), "out has shape"),
         (lambda s, x: s.finish(0, x(6, 16), gate=[1.0]), "gate is a list; give a tensor"),
         (
@@ -143,6 +148,7 @@ def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: 
         (lambda s, x: s.finish(0, x(6, 16), gate=x(6, 16).int()), "gate is torch.int32; it must be floating point"),
         (lambda s, x: s.finish(0, x(6, 16), gate=x(16, 6).mT), "gate has stride"),
         (lambda s, x: s.finish(0, x(6, 16), undo=rope(32)), "undo rotates 32 elements; rows have 16"),
+        (lambda s, x: s.finish(0, x(6, 16), undo=x(6, 16)), "undo is a Tensor; it must be of type RopeTable"),
     ],
 )
 def test_tensors_of_other_shapes_are_refused(call: Callable[[Any, Any], None], words: str) -> None:

@@ -314,6 +314,8 @@ def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:
         (lambda: indexer(replace(BLOCKS, pooling="max")), "it must be of type Pooling"),  # type: ignore[arg-type]
         (lambda: indexer(replace(POOLS, last_unit="added")), "of type LastUnit"),  # type: ignore[arg-type]
         (lambda: indexer(replace(TOKENS, rectified="no")), "of type bool"),  # type: ignore[arg-type]
+        (lambda: Indexer(4, 16, TOKENS, "as q"), "key_encoding of an indexer is a str"),  # type: ignore[arg-type]
+        (lambda: Indexer(4, 16, TOKENS, key_scales=None), "key_scales of an indexer is a NoneType"),  # type: ignore[arg-type]
         (lambda: EarlierSelection(2048), "indexing is 2048; it must be an Indexing"),  # type: ignore[arg-type]
     ],
 )

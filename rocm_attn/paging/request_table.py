@@ -273,6 +273,7 @@ class RequestTable:
         self.generations.share(row)
         self._rows.look_from[row] = ALWAYS
         end = num_pages(kv_len, self.page_size)
+        self.tokens.on_share()
         stored_len = min(kv_len, int(self.tokens.stored_len[row]))
         child = self._rows.begin([table.entries_host[row, :end] for table in self.spaces], kv_len, stored_len, row)
         self.tokens.raise_first_writable(row, kv_len)

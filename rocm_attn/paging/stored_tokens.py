@@ -26,6 +26,8 @@ class StoredTokens:
     first_writable: int32 [num_rows], the first token that a step may store; those before it may lie in pages that
                have other holders
     on_first_writable: called when it has risen for a row, for the running step
+    on_share:  called before rows are forked or kept: of those of the running step, tokens that it stores again do not
+               count as stored
     on_cut:    called with a row and the number of tokens that it keeps, for the running step
     on_left_out: called with a row and its stored tokens, if a step stored those after them in some layers only
     left_out:  row -> its stored tokens, and the layers in which a step after these did not store, in words
@@ -38,6 +40,7 @@ class StoredTokens:
         self.has_first_writable = False
         self.changed: list[int] = []
         self.on_first_writable: Callable[[], None] = lambda: None
+        self.on_share: Callable[[], None] = lambda: None
         self.on_cut: Callable[[int, int], None] = lambda row, kv_len: None
         self.on_left_out: Callable[[int, int], None] = lambda row, kv_len: None
         self.left_out: dict[int, tuple[int, str]] = {}
@@ -162,6 +165,7 @@ class StepStores:
         self._wrote = False
         self.refusal = ""
         tokens.on_first_writable, tokens.on_cut = self._first_writable_has_risen, self._was_cut
+        tokens.on_share = self._forget_stored_again
 
     def begin(self, batch: StepBatch, num_children: int, refusal: str, in_turn: int) -> None:
         """Starts the record of a step that is staged.
@@ -192,6 +196,13 @@ class StepStores:
                 f"row {batch.rows[seq]} was forked or kept while its step runs, and the step would store token "
                 f"{batch.start[seq]} again, which others now read; end the step, truncate() the row and begin again"
             )
+
+    def _forget_stored_again(self) -> None:
+        """Tokens that the running step stores again may have the old K and V in some layers, and the new in others."""
+        batch = self._batch
+        if batch is not None and self._wrote and batch.inputs.q_len_on_host:
+            again = (batch.q_len > 0) & (batch.start < self._tokens.stored_len[batch.rows])
+            self._tokens.mark(batch.rows[again], batch.start[again])
 
     def _was_cut(self, row: int, kv_len: int) -> None:
         """Updates the refusal after a row was freed or cut: the pages of its new tokens may be another row's by now."""

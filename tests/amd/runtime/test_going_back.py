@@ -287,3 +287,28 @@ def test_a_row_goes_back_no_further_than_its_room(device: torch.device) -> None:
     table.free(row)
     with pytest.raises(WrongState, match="row 1 is not admitted"):
         table.truncate(row, 0)
+
+
+def test_what_a_step_stores_again_is_stored_for_no_row_that_is_forked_meanwhile() -> None:
+    """Some layers have the new K and V by then, and others the old ones."""
+    options = RuntimeOptions(num_pages=20, max_num_seqs=2, max_kv_len=32, max_num_rows=4, provider="torch")
+    runtime = build_runtime([small_problem()] * 2, options, device="cpu")
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 8)
+    with runtime.step(StepBatch([row], [8], [8])) as step:
+        padded = torch.zeros(len(step.parts[0].token_ids), 2, 16)
+        for layer in range(2):
+            step.parts[0].layers.store(layer, padded, padded)
+    with runtime.step(StepBatch([row], [8], [1])):
+        before = runtime.table.fork(row, 8)
+        assert runtime.table.tokens.stored_len[before] == 8, "the step has stored nothing yet"
+        runtime.table.free(before)
+    with runtime.step(StepBatch([row], [8], [1])) as step:
+        padded = torch.ones(len(step.parts[0].token_ids), 2, 16)
+        step.parts[0].layers.store(0, padded, padded)
+        child = runtime.table.fork(row, 8)
+        with pytest.raises(BadBatch, match="has 7 stored tokens, which fill the pages before page_no 1"):
+            runtime.table.kept.keep(row, 0, 2)
+        with pytest.raises(BadBatch, match="was forked or kept while its step runs"):
+            step.parts[0].layers.store(1, padded, padded)
+    assert runtime.table.tokens.stored_len[[row, child]].tolist() == [7, 7]

@@ -356,9 +356,9 @@ class Layers(TensorChecks):
     def _kind_of(self, layer: int) -> int:
         """The kind of a layer. Raises BadTensor for a layer that does not exist."""
         try:
-            if 0 <= layer < len(self._kind_of_layer):
+            if layer >= 0:
                 return self._kind_of_layer[layer]
-        except (TypeError, ValueError):  # it is not a number
+        except (TypeError, ValueError, IndexError):  # it is not a number, or too large
             pass
         raise no_such_layer(layer, len(self._kind_of_layer))
 

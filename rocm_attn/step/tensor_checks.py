@@ -23,7 +23,7 @@ class TensorChecks:
             is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.stride(-1) == 1
         except AttributeError:  # it is no tensor
             is_right = False
-        if is_right and tensor.device == self._device and not tensor.is_neg():
+        if is_right and tensor.device == self._device:
             return
         require_tensor(name, tensor)
         if tuple(tensor.shape) != shape:
@@ -34,6 +34,7 @@ class TensorChecks:
             raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
         if not rows_are_contiguous(tensor):
             raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+        # Imaginary parts of conj() have gaps between elements, which are no gaps only in rows of one.
         if tensor.is_neg():
             raise BadTensor(f"{name} is a view whose memory holds the opposite signs; give {name}.resolve_neg()")
 
@@ -43,7 +44,7 @@ class TensorChecks:
             is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.device == self._device
         except AttributeError:  # it is no tensor
             is_right = False
-        if is_right and tensor.is_contiguous() and not tensor.is_neg():
+        if is_right and tensor.is_contiguous():
             return
         self._check(name, tensor, shape, dtype)
         if not _has_room(tensor):

@@ -27,6 +27,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step import buffers
 from rocm_attn.step.external_step import BoolCells, DeviceSpans
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.tensor_checks import TensorChecks
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World
 
@@ -124,7 +125,7 @@ def broken(name: str, tensor: Tensor) -> Any:
         "heads": lambda: tensor[:, :1],
         "dtype": lambda: tensor.to(torch.float16),
         "strides": lambda: tensor.transpose(1, 2).contiguous().transpose(1, 2),
-        "signs": lambda: torch._neg_view(tensor),  # as the imaginary parts of conj()
+        "signs": lambda: torch.complex(tensor, tensor).conj().imag,
         "device": lambda: tensor.to("meta"),
         "nothing": lambda: None,
         "list": lambda: tensor.tolist(),
@@ -143,7 +144,7 @@ def broken(name: str, tensor: Tensor) -> Any:
             ("heads", "has shape"),
             ("dtype", "float16"),
             ("strides", "contiguous"),
-            ("signs", "the opposite signs; give .*resolve_neg"),
+            ("signs", "contiguous"),
             ("device", "meta"),
             ("nothing", "is a NoneType; give a tensor"),
             ("list", "is a list; give a tensor"),
@@ -163,6 +164,12 @@ def test_a_bad_tensor_is_named_and_the_step_goes_on(world: World, argument: str,
     step.layers.store_and_attend(0, **good, lse=lse)
     world.check(0, requests, q_len, q, out, lse)
     world.runtime.end_step()
+
+
+def test_rows_of_one_element_are_no_negated_view() -> None:
+    negated = torch.ones(2, 3, 1, dtype=torch.complex64).conj().imag
+    with pytest.raises(BadTensor, match=r"q is a view whose memory holds the opposite signs; give q\.resolve_neg"):
+        TensorChecks(negated.device)._check("q", negated, (2, 3, 1), torch.float32)
 
 
 @pytest.mark.parametrize(

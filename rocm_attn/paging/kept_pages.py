@@ -69,7 +69,6 @@ class KeptPages:
                 "later and end at its beginning or later"
             )
         # One page past the stored ones is enough to be refused.
-        self._rows.tokens.on_share()
         stored = int(self._rows.tokens.stored_len[row]) // self._rows.page_size
         page_no = np.arange(first, min(end, max(first, stored) + 1))
         return self.keep_all(np.full(len(page_no), row, np.int32), page_no, spaces)

@@ -226,7 +226,8 @@ def _by_ranges(
     """The kernel of steps with ranges of keys, of which a mask's cells may hide some if by_cells.
 
     Cells take registers, so in steps of many tokens the sequences with cells and those without have a kernel each. One
-    of them has nothing to do in most steps. A layer with chunks is given no cells. bind: of ranges alone
+    of them has nothing to do in most steps, so where all steps have one choice of tiles one kernel serves both. A layer
+    with chunks is given no cells. bind: of ranges alone
     """
     rows, visibility = extend_choices_of_table(problem, target), problem.visibility
 

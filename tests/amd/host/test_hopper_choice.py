@@ -12,7 +12,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor
-from rocm_attn.kernels.attention.cuts import RowSharing
+from rocm_attn.kernels.attention.cuts import RowSharing, Sequences
 from rocm_attn.kernels.attention.extend_schedule import COUNTER
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
@@ -364,3 +364,28 @@ def test_rows_of_short_windows_are_not_shared_out(arch: str, window_left: int, s
     if kind is StepKind.MIXED:
         bound = getattr(bound, "in_turn", bound).extend
     assert {kernel.cut.sharing.programs > 0 for kernel in kernels_by_tokens(bound)} == {shares}
+
+
+@pytest.mark.parametrize(("dim", "least"), [(64, 1024), (96, 2048), (128, 1024), (192, 2048), (256, 1024)])
+def test_shorter_windows_than_a_heads_tiles_serve_are_the_plain_kernels(dim: int, least: int) -> None:
+    problem = replace(LAYER, head_dim=dim, v_head_dim=dim)
+    names = [
+        chosen(replace(problem, window_left=keys - 1), on(TRITONS[0])).kernel(StepKind.EXTEND).entry.name
+        for keys in (least - 1, least)
+    ]
+    assert names == ["triton.extend", "triton.hopper_extend"]
+
+
+def test_sequences_with_cells_and_without_have_a_kernel_each_in_masked_steps_of_many_tokens() -> None:
+    masked = replace(LAYER, custom_mask=True)
+    *short, many = kernels_by_tokens(chosen(masked, on(TRITONS[0])).kernel(StepKind.MASKED).bound)
+    assert {each.kernel.cut.sequences for each in short} == {Sequences.ALL}
+    assert isinstance(many.extend.kernel, HopperExtend)
+    assert isinstance(many.decode.kernel, TritonExtend)
+    kernels: list[Any] = [many.extend.kernel, many.decode.kernel]
+    assert [each.cut.sequences for each in kernels] == [Sequences.WITHOUT_CELLS, Sequences.WITH_CELLS]
+    assert [each.reads_cells for each in kernels] == [False, True]
+    *_, of_chunks = kernels_by_tokens(chosen(replace(masked, chunk=4096), on(TRITONS[0])).kernel(StepKind.MASKED).bound)
+    assert of_chunks.kernel.cut.sequences is Sequences.WITHOUT_CELLS, "its tokens are given no cells"
+    alone: Any = chosen(masked, known_target("gfx942")).kernel(StepKind.MASKED).bound
+    assert alone.kernel.cut.sequences is Sequences.ALL, "without tiles of few tokens one kernel serves all"

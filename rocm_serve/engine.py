@@ -93,8 +93,9 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
-        require_alike(loaded, options if options is not None else EngineOptions())
-        self._sizes = StepSizes.of(loaded, options if options is not None else EngineOptions())
+        options = options if options is not None else EngineOptions()
+        require_alike(loaded, options)
+        self._sizes = StepSizes.of(loaded, options)
         self.options = options = self._sizes.options
         drafting = read_drafting(loaded, options)
         self.runtime, self._measured = runtime_for(loaded, options, beside(drafting, loaded, options))

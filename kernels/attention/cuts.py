@@ -429,7 +429,7 @@ WHOLE_ROWS = RowSharing()
 
 
 class Sequences(enum.IntEnum):
-    """The sequences that a schedule lists, in a step that some of them have cells of a mask in."""
+    """The sequences that a schedule lists. In a masked step some may have cells of the mask, and others none."""
 
     ALL = 0
     WITH_CELLS = 1

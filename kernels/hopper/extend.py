@@ -356,7 +356,7 @@ def launch_hopper_extend(
     assert args.pages.page_slots, "the limits refuse slots at other distances"
     _check_cut(args, scores, cut, tiles)
     queries, pages, table = args.queries, args.pages, args.table
-    geometry = _geometry(args, scores, cut, tiles)._replace(RANGED=mask is not None)
+    geometry = _geometry(args, scores, cut, tiles, mask)
     if mask is not None:
         mask.check(queries.num_seqs, queries.num_tokens)
         assert not isinstance(mask, PackedMask), "no cells are read"
@@ -436,7 +436,9 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
     args.check_workspace(words)
 
 
-def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> HopperGeometry:
+def _geometry(
+    args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles, mask: VisibleKeys | None
+) -> HopperGeometry:
     """Returns the values that the launch is compiled for."""
     num_kv_heads, gqa_ratio = args.heads
     sharing, page_size = cut.sharing, args.pages.format.page_size
@@ -470,7 +472,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         STRIDE_UNIT=args.stride_unit,
         CAUSAL=scores.visibility.causal,
         WINDOWED=scores.visibility.windowed,
-        RANGED=False,
+        RANGED=mask is not None,
         OPEN_MIDDLE=scores.visibility.windowed and tiles.open_middle,
         CAPPED=scores.soft_cap > 0,
         BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,

@@ -135,6 +135,11 @@ _CODED_TILES = _by_dims("codes")
 # In deterministic attention; segments and key blocks are those of decode (segment.json).
 _SEGMENT_TILES = _by_dims("segment")
 
+# The shortest windows that any heads are served with, and those of deterministic attention.
+LEAST_WINDOW, LEAST_SEGMENT_WINDOW = (
+    min(tiles.least_window for tiles in table.values()) for table in (_EXTEND_TILES, _SEGMENT_TILES)
+)
+
 DIMS = tuple(_EXTEND_TILES)
 HEAD_DIMS = tuple(dim for dim, v_head_dim in DIMS if dim == v_head_dim)
 

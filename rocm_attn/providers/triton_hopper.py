@@ -14,7 +14,13 @@ from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.hopper import releases
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, HopperTiles, hopper_segment_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import (
+    HEAD_DIMS,
+    LEAST_SEGMENT_WINDOW,
+    LEAST_WINDOW,
+    HopperTiles,
+    hopper_segment_tiles,
+)
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
@@ -41,8 +47,8 @@ LIMITS = Limits(
     page_size=(1, limits.MAX_PAGE_SIZE),
     max_gqa_ratio=limits.MAX_GQA_RATIO,
     window=True,
-    # Its iterations are long; for some dims longer windows are needed (HopperTiles.least_window).
-    least_window=1024,
+    # Its iterations are long. Some heads need longer windows (HopperTiles.least_window).
+    least_window=LEAST_WINDOW,
     soft_cap=True,
     sinks=True,
     non_causal=True,
@@ -72,12 +78,12 @@ DECODE_LIMITS = replace(
     scales=(Scales.NONE,),
 )
 
-# Of steps whose tokens each see a range of keys.
+# The limits of steps whose tokens each see a range of keys.
 RANGED_LIMITS = replace(LIMITS, ranges=True)
 
 SEGMENT_LIMITS = replace(
     LIMITS,
-    least_window=2048,
+    least_window=LEAST_SEGMENT_WINDOW,
     dims_alike=True,
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),

@@ -34,7 +34,7 @@ def require_drafter(speculative: str) -> None:
 
 
 def require_ranks(speculative: str, num_ranks: int) -> None:
-    """Raises BadSetting if the option's draft tokens are not made on so many ranks."""
+    """Raises BadSetting if num_ranks ranks cannot share a model with the option's draft tokens."""
     if num_ranks > 1 and speculative not in (OFF, NGRAM):
         raise BadSetting(
             f"speculative is {speculative} and {num_ranks} ranks share the model, but a draft model runs on one rank; "

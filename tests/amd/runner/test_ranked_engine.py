@@ -364,7 +364,7 @@ def test_a_refusal_is_raised_however_long_another_rank_compiles_before_it_refuse
 
 
 def test_ranks_that_are_ended_during_a_call_end_it_with_a_sentence_though_the_kernel_holds_their_processes() -> None:
-    """As close() does in another thread."""
+    """close() in another thread ends them so."""
     ours, (first, _) = held_ranks()
     first.send(Progressed(()))
     with pytest.raises(RankFailed, match="the ranks of this engine were ended; make another engine"):

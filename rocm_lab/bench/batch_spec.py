@@ -26,6 +26,9 @@ MOST_TOKENS = 2**31 - 1
 MOST_SEQS = 1 << 20
 
 _KILO = 1024
+# The images of prompts in layers with custom masks: one in each 1,024 tokens, of as many tokens as in Gemma 3
+# (mm_tokens_per_image of its config.json).
+_TEXT_BEFORE, _IMAGE, _TOKENS_OF_AN_IMAGE = 64, 256, 1024
 _EXAMPLES = "as in 64d4k, 1x2048+6144 or 63d4k+1x2048"
 # A group, and the "+" before the next one. More digits than a length has are no number.
 _GROUP = re.compile(
@@ -50,6 +53,12 @@ class Group:
     def kv_len(self) -> int:
         """Tokens of each sequence after the step."""
         return self.stored + self.new
+
+    @property
+    def spans(self) -> list[range]:
+        """The places (kv_index) of each image, whose tokens see each other in layers with custom masks."""
+        firsts = range(self.stored + _TEXT_BEFORE, self.kv_len - _IMAGE + 1, _TOKENS_OF_AN_IMAGE)
+        return [range(first, first + _IMAGE) for first in firsts]
 
     def __str__(self) -> str:
         if self.new == 1:
@@ -119,6 +128,11 @@ class BatchSpec:
     def kv_len(self) -> tuple[int, ...]:
         """Tokens of each sequence, new ones included."""
         return tuple(group.kv_len for group in self.groups for _ in range(group.num_seqs))
+
+    @property
+    def spans(self) -> list[list[range]]:
+        """The places (kv_index) of each sequence's images."""
+        return [group.spans for group in self.groups for _ in range(group.num_seqs)]
 
     @property
     def kind(self) -> StepKind:

@@ -10,6 +10,7 @@ SUITES = (
     "mixed",
     "chunks",
     "soft-cap",
+    "ranges",
     "decode",
     "decode-192",
     "page-sizes",

@@ -7,13 +7,15 @@ steps are compared whole. No element of the output may be NaN, compared or not: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from rocm_attn.oracle.numerics import bounds_of, eight_bit_queries, error_parts
 from rocm_attn.oracle.reference import attend_sequence
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_lab.bench.step_data import StepData
 
 # The most scores of a sequence: query heads times tokens times keys, in float64.
@@ -130,10 +132,26 @@ def _samples(data: StepData, q: Tensor) -> Iterator[Sample]:
     for seq, (kv_len, q_len) in enumerate(zip(data.batch.kv_len, data.batch.q_len, strict=True)):
         k, v = (side.flatten(0, 1)[:kv_len] for side in data.pages.read(data.pages_of_seq[seq]))
         for begin, end in _blocks(q_len, max(1, MOST_SCORES // (problem.num_q_heads * kv_len))):
-            keys = kv_len - q_len + end if problem.causal else kv_len
-            out, lse = attend_sequence(q[first + begin : first + end], k[:keys], v[:keys], problem, data.weights)
+            q_rows, place = q[first + begin : first + end], torch.arange(begin, end, device=k.device) + kv_len - q_len
+            if problem.causal and not problem.custom_mask:
+                keys = kv_len - q_len + end
+                out, lse = attend_sequence(q_rows, k[:keys], v[:keys], problem, data.weights)
+            else:
+                visible = _visible(problem, place, kv_len, data.batch.spans[seq])
+                out, lse = attend_sequence(q_rows, k, v, problem, data.weights, visible, place)
             yield Sample(first + begin, seq, out, lse)
         first += q_len
+
+
+def _visible(problem: Problem, place: Tensor, kv_len: int, spans: Sequence[range]) -> Tensor:
+    """Returns bool [len(place), kv_len]: whether a token's window or its image ends after a key."""
+    key = torch.arange(kv_len, device=place.device)
+    end = (
+        torch.full_like(place, kv_len) if problem.window_right == UNLIMITED_WINDOW else place + problem.window_right + 1
+    )
+    for span in spans if problem.custom_mask else ():
+        end = torch.where((span.start <= place) & (place < span.stop), end.clamp(min=span.stop), end)
+    return key < end[:, None]
 
 
 def _blocks(q_len: int, most: int) -> list[tuple[int, int]]:

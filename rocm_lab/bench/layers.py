@@ -68,6 +68,7 @@ def name_of(problem: Problem) -> str:
         words.append(f"chunks of {problem.chunk}")
     if problem.window_left not in (UNLIMITED_WINDOW, problem.chunk - 1):
         words.append(f"window {problem.window_left + 1}")
+    words += ["images"] * problem.custom_mask
     if problem.logits_soft_cap:
         words.append(f"cap {problem.logits_soft_cap:g}")
     words += ["sinks"] * problem.has_sinks + ["ALiBi"] * problem.has_alibi_slopes
@@ -91,6 +92,7 @@ def as_json(problem: Problem) -> dict[str, Any]:
         "scale": problem.scale,
         "window_left": problem.window_left,
         **({"chunk": problem.chunk} if problem.chunk else {}),
+        **({"custom_mask": True} if problem.custom_mask else {}),
         "logits_soft_cap": problem.logits_soft_cap,
         "has_sinks": problem.has_sinks,
         "pool": problem.pool.name.lower(),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -129,6 +130,7 @@ def _step_over(
     device = q.device
     num_seqs, num_tokens, kv_len, q_len = batch.num_seqs, batch.num_tokens, batch.kv_len, batch.q_len
     num_pages = [len(mine) for mine in pages_of_seq]
+    masked = problem.custom_mask and any(batch.spans)
     table = torch.zeros(num_seqs, max(num_pages) + _READ_AHEAD, dtype=torch.int32, device=device)
     is_page = torch.arange(table.shape[1], device=device) < ints(num_pages, device)[:, None]
     table[is_page] = torch.cat(list(pages_of_seq)).int()
@@ -136,9 +138,10 @@ def _step_over(
     page_list = torch.zeros(sum(num_pages) + _READ_AHEAD, dtype=torch.int32, device=device)
     page_list[: sum(num_pages)] = torch.cat(list(pages_of_seq)).int()
     lengths = ints(kv_len, device)
-    places = torch.arange(problem.page_size, device=device)
-    slots = [(mine[:, None] * problem.page_size + places).flatten() for mine in pages_of_seq]
+    in_page = torch.arange(problem.page_size, device=device)
+    slots = [(mine[:, None] * problem.page_size + in_page).flatten() for mine in pages_of_seq]
     new_slots = [each[end - new : end] for each, end, new in zip(slots, kv_len, q_len, strict=True)]
+    places_of_seq = [range(end - new, end) for end, new in zip(kv_len, q_len, strict=True)]
     step = StepTensors.of(
         ints([], device),
         counts=ints([num_seqs, num_tokens, 1, 0], device),
@@ -153,11 +156,35 @@ def _step_over(
         page_indptr=indptr,
         page_list=page_list,
         last_page_len=(lengths - 1) % problem.page_size + 1,
+        seq_of_token=ints(np.repeat(range(num_seqs), q_len), device),
+        position_of_token=ints(chain(*places_of_seq), device),
+        **(_mask_tensors(batch, device) if masked else {}),
     )
-    bounds = StepBounds(PaddedShape(batch.kind, num_seqs, num_tokens), max(q_len), max(kv_len))
+    bounds = StepBounds(
+        PaddedShape(StepKind.MASKED if masked else batch.kind, num_seqs, num_tokens), max(q_len), max(kv_len)
+    )
     out = q.new_full((num_tokens, problem.num_q_heads, problem.v_head_dim), float("nan"))
     of_seq = tuple(mine.long() for mine in pages_of_seq)
     return StepData(problem, batch, step, bounds, q, out, pages, weights, of_seq)
+
+
+def _mask_tensors(batch: BatchSpec, device: torch.device) -> dict[str, Tensor]:
+    """Returns the tensors of a step whose mask is the spans of its images: no key has cells, and no window is read."""
+    begin, end = np.zeros((2, batch.num_tokens), np.int32)
+    first = 0
+    for spans, kv_len, q_len in zip(batch.spans, batch.kv_len, batch.q_len, strict=True):
+        for span in spans:
+            of_span = slice(first + span.start - (kv_len - q_len), first + span.stop - (kv_len - q_len))
+            begin[of_span], end[of_span] = span.start, span.stop
+        first += q_len
+    return {
+        "mask_start": ints(batch.kv_len, device),
+        "mask_words": ints([0], device),
+        "mask_indptr": torch.zeros(batch.num_seqs + 1, dtype=torch.int64, device=device),
+        "window_start": ints([0] * batch.num_tokens, device),
+        "span_begin": ints(begin, device),
+        "span_end": ints(end, device),
+    }
 
 
 def ints(values: Iterable[int], device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -91,7 +92,25 @@ def _soft_cap() -> Iterator[SuiteCase]:
     for name in ("llama-8b", "gemma-256"):
         plain = _case(NAMED[name], "1x2k+6144")
         yield plain
-        yield replace(plain, problem=replace(plain.problem, logits_soft_cap=_CAP))
+        yield _with(plain, logits_soft_cap=_CAP)
+
+
+def _ranges() -> Iterator[SuiteCase]:
+    """Layers whose tokens see a range of keys: chunks (Llama 4), windows and images (Gemma 3)."""
+    for batch in ("1x16k", "1x2k+14k", "31d8k+1x2k+7k"):
+        yield _with(_case(LayerSizes.plain(40, 8, 128), batch), chunk=8192)
+    for sizes in (LayerSizes.plain(32, 16, 128), NAMED["gemma-256"]):
+        for batch in ("1x4k", "4x1k", "1x512+3500"):
+            yield _with(_case(sizes, batch), window_left=1023)
+        yield _with(_case(sizes, "1x4k"), window_left=1023, custom_mask=True)
+    for name in ("llama-8b", "gemma-256"):
+        for batch in ("1x4k", "1x2k+6144"):
+            plain = _case(NAMED[name], batch)
+            yield from (plain, _with(plain, custom_mask=True))
+
+
+def _with(case: SuiteCase, **fields: Any) -> SuiteCase:
+    return replace(case, problem=replace(case.problem, **fields))
 
 
 def _decode() -> Iterator[SuiteCase]:
@@ -131,6 +150,7 @@ _MAKERS: Mapping[str, Callable[[], Iterator[SuiteCase]]] = {
     "mixed": _mixed,
     "chunks": _chunks,
     "soft-cap": _soft_cap,
+    "ranges": _ranges,
     "decode": _decode,
     "decode-192": _decode_192,
     "page-sizes": _page_sizes,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
@@ -58,21 +59,16 @@ def _rows(problem: Problem, group: Group) -> int:
 
 def _pairs(problem: Problem, group: Group) -> int:
     """Returns the number of pairs of a new token and a key that it sees, per sequence."""
-    if problem.causal and not problem.chunk:
-        return sum(_spans(problem, group))
-    left, right = (group.kv_len if keys < 0 else keys for keys in (problem.window_left, problem.window_right))
-    chunk = problem.chunk or group.kv_len
-    places = range(group.stored, group.kv_len)
-    return sum(min(group.kv_len, at + right + 1) - max(0, at - left, at // chunk * chunk) for at in places)
-
-
-def _spans(problem: Problem, group: Group) -> Iterator[int]:
-    """Yields the keys that tokens see: tokens whose window is not full yet, then the others."""
-    first, last = group.stored + 1, group.kv_len
-    if problem.window_left == UNLIMITED_WINDOW:
-        yield group.new * (first + last) // 2
-        return
-    most = problem.window_left + 1
-    growing = max(0, min(last, most) - first + 1)
-    yield growing * (2 * first + growing - 1) // 2
-    yield (group.new - growing) * most
+    place = np.arange(group.stored, group.kv_len)
+    first, end = np.zeros_like(place), np.full_like(place, group.kv_len)
+    if problem.window_left != UNLIMITED_WINDOW:
+        first = np.maximum(first, place - problem.window_left)
+    if problem.chunk:
+        first = np.maximum(first, place // problem.chunk * problem.chunk)
+    if problem.window_right != UNLIMITED_WINDOW:
+        end = np.minimum(end, place + problem.window_right + 1)
+    if problem.custom_mask:
+        for span in group.spans:
+            of_span = end[span.start - group.stored : span.stop - group.stored]
+            np.maximum(of_span, span.stop, out=of_span)
+    return int((end - first).sum())

@@ -47,6 +47,7 @@ TITLES = {
     "mixed": "Mixed steps: 31 decodes and 2 chunks",
     "chunks": "Large chunks",
     "soft-cap": "Soft caps",
+    "ranges": "Chunks of 8,192 keys, windows of 1,024, and images whose tokens see each other",
     "decode": "Decode",
     "decode-192": "Decode with head dim 192",
     "page-sizes": "Page sizes",

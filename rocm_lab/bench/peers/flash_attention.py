@@ -83,8 +83,8 @@ def _refusal(problem: Problem) -> str:
         return "it is measured with K and V pages in q's dtype"
     if problem.head_dim % _DIMS or max(problem.head_dim, problem.v_head_dim) > _MOST_DIM:
         return f"its heads must be multiples of {_DIMS} up to {_MOST_DIM}"
-    if problem.has_alibi_slopes or problem.has_sinks or problem.chunk:
-        return "it is measured without ALiBi slopes, sinks and chunks"
+    if problem.has_alibi_slopes or problem.has_sinks or problem.chunk or problem.custom_mask:
+        return "it is measured without ALiBi slopes, sinks, chunks and custom masks"
     if problem.dtype is torch.float32 or not math.isfinite(problem.scale):
         return "it computes in 16 bits"
     return ""

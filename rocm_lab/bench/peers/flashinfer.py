@@ -26,8 +26,10 @@ class FlashInfer:
         problem = data.problem
         if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q:
             raise NotServed("it is measured with K and V pages in q's dtype")
-        if problem.has_alibi_slopes or problem.has_sinks or problem.chunk or not problem.causal:
-            raise NotServed("it is measured with causal attention, without ALiBi slopes, sinks and chunks")
+        if problem.custom_mask or not problem.causal:
+            raise NotServed("it is measured with causal attention")
+        if problem.has_alibi_slopes or problem.has_sinks or problem.chunk:
+            raise NotServed("it is measured without ALiBi slopes, sinks and chunks")
         if not data.q.is_cuda or torch.version.hip is not None:
             raise NotServed("it needs an NVIDIA GPU")
         try:

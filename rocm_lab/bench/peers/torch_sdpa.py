@@ -52,8 +52,10 @@ def _refusal(problem: Problem, data: StepData) -> str:
         return f"it has no {problem.pool.value}"
     if problem.window_left != UNLIMITED_WINDOW:
         return "it has no windows"
-    if problem.logits_soft_cap or problem.has_sinks or problem.has_alibi_slopes or not problem.causal:
-        return "it has no soft caps, sinks or ALiBi slopes, and is measured with causal attention"
+    if problem.logits_soft_cap or problem.has_sinks or problem.has_alibi_slopes:
+        return "it has no soft caps, sinks or ALiBi slopes"
+    if problem.custom_mask or not problem.causal:
+        return "it is measured with causal attention"
     if len(set(data.batch.kv_len)) > 1 or len(set(data.batch.q_len)) > 1:
         return "it needs sequences of equal lengths"
     return ""

@@ -24,8 +24,8 @@ class VllmTriton:
         problem, step = data.problem, data.step
         if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
             raise NotServed("it is measured with K and V pages in q's dtype and causal attention")
-        if problem.has_alibi_slopes or problem.chunk:
-            raise NotServed("it is measured without ALiBi slopes and chunks")
+        if problem.has_alibi_slopes or problem.chunk or problem.custom_mask:
+            raise NotServed("it is measured without ALiBi slopes, chunks and custom masks")
         if not data.q.is_cuda:
             raise NotServed("it needs a GPU")
         try:

@@ -19,8 +19,12 @@ PROBLEMS = {
     "window, cap, sinks": replace(LAYER, window_left=5, logits_soft_cap=3.0, has_sinks=True),
     "bfloat16": replace(LAYER, dtype=torch.bfloat16),
     "latent": LATENT,
+    "chunks": replace(LAYER, chunk=8),
+    "images": replace(LAYER, custom_mask=True),
+    "images in a window": replace(LAYER, custom_mask=True, window_left=70),
+    "later keys": replace(LAYER, window_right=-1),
 }
-BATCHES = ("3d40", "2x7+30", "2d9+1x12+4")
+BATCHES = ("3d40", "2x7+30", "2d9+1x12+4", "1d9+2x330+12")
 
 
 def output_of(data: StepData) -> Tensor:

@@ -19,10 +19,15 @@ def seen(problem: Problem, batch: BatchSpec) -> list[list[set[int]]]:
     chunk = problem.chunk or 1 << 30
     return [
         [
-            {key for key in range(kv_len) if place - left <= key <= place + right and key // chunk >= place // chunk}
+            {
+                key
+                for key in range(kv_len)
+                if place - left <= key and key // chunk >= place // chunk
+                if key <= place + right or (problem.custom_mask and any(key in s and place in s for s in spans))
+            }
             for place in range(kv_len - q_len, kv_len)
         ]
-        for kv_len, q_len in zip(batch.kv_len, batch.q_len, strict=True)
+        for kv_len, q_len, spans in zip(batch.kv_len, batch.q_len, batch.spans, strict=True)
     ]
 
 
@@ -32,9 +37,11 @@ def seen(problem: Problem, batch: BatchSpec) -> list[list[set[int]]]:
         *(replace(LAYER, window_left=left, window_right=right) for left, right in WINDOWS),
         replace(LAYER, chunk=8),
         replace(LAYER, chunk=20, window_left=3),
+        replace(LAYER, custom_mask=True),
+        replace(LAYER, custom_mask=True, window_left=90, window_right=3),
     ],
 )
-@pytest.mark.parametrize("text", ["1d1", "3d40", "2x7", "2x7+30", "1x40+3", "2d9+1x12+4"])
+@pytest.mark.parametrize("text", ["1d1", "3d40", "2x7", "2x7+30", "1x40+3", "2d9+1x12+4", "2x320+5", "1x319", "1x1344"])
 def test_bytes_and_products_are_those_of_what_tokens_see(text: str, problem: Problem) -> None:
     batch = BatchSpec.parse(text)
     keys = seen(problem, batch)

@@ -65,6 +65,7 @@ def _segment_decode_kernel(
     v_pages,
     table,
     row_of_seq,
+    first_page,
     q_indptr,
     schedule,
     parts,
@@ -117,13 +118,18 @@ def _segment_decode_kernel(
             if slopes is not None:
                 slope = tl.load(slopes + first_head + q_row, mask=is_row, other=0.0) * LOG2_E
             pages = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
+            line_width = width
+            if first_page is not None:
+                skipped = tl.load(first_page + seq)
+                pages += skipped
+                line_width = width - skipped
             k_side = PagePointers(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head)
             v_side = PagePointers(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head)
             scale_values = ScalePointers(k_scale, v_scale, kv_head)
             k_scale_value = row_scale(k_scale, kv_head, C)
             k_scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, k_scale_value, K.CAPPED, C)
             logits = Logits(k_scaled, tanh_scaled, slope)
-            kv = KeyValues(k_side, v_side, TableLine(pages, width), scale_values)
+            kv = KeyValues(k_side, v_side, TableLine(pages, line_width), scale_values)
             kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
             query = Query(queries, kv_index, logits)
             seen = SeenKeys(KeyRange(first_key, kv_len), window_left, None, None)
@@ -162,6 +168,7 @@ def launch_segment_decode(
         pages.raw_v,
         table,
         queries.row_of_seq,
+        queries.first_page,
         queries.q_indptr,
         args.schedule,
         *memory,

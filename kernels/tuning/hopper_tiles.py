@@ -29,8 +29,10 @@ class HopperTiles:
     drawn_blocks: whole rows are drawn as programs come to them, KV head by KV head within this many consecutive query
               blocks (hopper/draws.py); 0: they are dealt out
     v_dim_block: columns of the blocks that rows of V are cut into; 0: like those of K
-    open_middle: whether steps that all rows of a window see have a loop of their own, without masks. With heads of 96
-              and 256 ptxas then waits for each product: 16 x 8 of 256, a window of 4096, 2048 new of 8192: 297 us, 248
+    open_middle: whether steps that all rows of a window or a chunk see have a loop of their own, without masks. 32 x 8
+              heads of 96, a window of 4096, 4096 new of 16k: 413 us, 742 without; of 192 724 and 952; 16 x 8 of 256
+              467 and 473, but 153 and 145 with a window of 1024. Deterministic, of 64 (64 x 8) 801 and 1607, of 256 624
+              and 572
     powers_by_products: how many of four exponentials of scores with a cap are computed by products (hopper/powers.py)
     scales_seldom: whether warps with nothing to scale skip it. A row's maximum is then raised seldom (softmax.py), like
               always in deterministic attention, whose bits do not depend on tiles. llama8b 1 x 2048 new + 6144:
@@ -38,7 +40,9 @@ class HopperTiles:
               lose by it: 110 and 105, 367 and 354
     least_window: keys of a window that are served, at least: for shorter ones the plain kernel is faster. 4096 new,
               windows of 512 and 1024: 32 x 16 heads of 128 124 and 158 us, the plain kernel 114 and 199; 16 x 8 of 256
-              111 and 158, 122 and 196; 64 x 8 of 64 163 and 209, 163 and 275; 32 x 8 of 96 121 and 184, 97 and 160
+              111 and 158, 122 and 196; 64 x 8 of 64 163 and 209, 163 and 275. Windows of 1024, 32 x 8 of 96: 140 and
+              160; of 192: 241 and 282. Deterministic, 64 x 8 of 64: 236 and 293, 32 x 8 of 96 189 and 181, 40 x 8 of
+              128 272 and 271, 16 x 8 of 256 209 and 306. If tokens see ranges, the plain kernel takes longer
     eights_by_products: or of eight, in one piece of assembly with their tanh; 0: the tanh of all come first
     """
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
-from rocm_attn.kernels.attention.cuts import Sequences
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
@@ -28,6 +26,7 @@ from rocm_attn.providers import (
     triton_sparse,
 )
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
+from rocm_attn.providers.chunk_decode import of_chunks
 from rocm_attn.providers.contract import (
     SMALLEST_POOL,
     Bind,
@@ -53,10 +52,12 @@ from rocm_attn.providers.triton_entries import (
     ARCHS,
     Ranged,
     deterministic_entry,
+    of_ranges_alone,
     range_entries,
     shared_entry,
     triton_entry,
     triton_ops,
+    with_and_without_cells,
 )
 from rocm_attn.providers.triton_later import triton_launches
 
@@ -210,49 +211,61 @@ def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
     return replace(tiles, programs_per_cu=0, one_launch=False) if tiles.programs_per_cu else tiles
 
 
-def _bind_ranged(problem: Problem, target: Target, pool: PoolSize, *, by_cells: bool) -> BoundKernel:
-    """The kernel of steps with ranges of keys. by_cells: whether a mask may hide some of them"""
-    return _by_ranges(problem, target, lambda tiles: _ranged_extend(problem, target, tiles), by_cells=by_cells)
+def _bind_ranges(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
+    """Binds the kernel of steps whose tokens each see a range of keys."""
+    return _by_ranges(problem, target, lambda tiles: _ranged_extend(problem, target, tiles, min_q_len), min_q_len)
 
 
-def _bind_ranged_hopper(problem: Problem, target: Target, pool: PoolSize, *, by_cells: bool) -> BoundKernel:
-    hopper = triton_hopper.bind_ranges(problem, target)
-    return _by_ranges(problem, target, lambda tiles: hopper, by_cells=by_cells)
+def _bind_ranges_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
+    hopper = triton_hopper.bind_ranges(problem, target, min_q_len)
+    return _by_ranges(problem, target, lambda tiles: hopper, min_q_len)
 
 
 def _by_ranges(
-    problem: Problem, target: Target, bind: Callable[[ExtendTiles], MaskableExtend[Any]], *, by_cells: bool
+    problem: Problem, target: Target, bind: Callable[[ExtendTiles], MaskableExtend[Any]], min_q_len: int
 ) -> BoundKernel:
-    """The kernel of steps with ranges of keys, of which a mask's cells may hide some if by_cells.
-
-    Cells take registers, so in steps of many tokens the sequences with cells and those without have a kernel each. One
-    of them has nothing to do in most steps, so where all steps have one choice of tiles one kernel serves both. A layer
-    with chunks is given no cells. bind: of ranges alone
-    """
-    rows, visibility = extend_choices_of_table(problem, target), problem.visibility
+    """The kernel of steps with ranges of keys. bind: of many tokens"""
 
     def of_tiles(tiles: ExtendTiles, is_short: bool) -> BoundKernel:
-        if not by_cells:
-            return Ranged(_ranged_extend(problem, target, tiles) if is_short else bind(tiles), visibility)
+        extend = _ranged_extend(problem, target, tiles, min_q_len) if is_short else bind(tiles)
+        return Ranged(extend, problem.visibility)
+
+    return _by_tokens(problem, extend_choices_of_table(problem, target), of_tiles)
+
+
+def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return _by_cells(problem, target, lambda tiles: _ranged_extend(problem, target, tiles))
+
+
+def _bind_masked_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    hopper = triton_hopper.bind_ranges(problem, target)
+    return _by_cells(problem, target, lambda tiles: hopper)
+
+
+def _by_cells(problem: Problem, target: Target, bind: Callable[[ExtendTiles], MaskableExtend[Any]]) -> BoundKernel:
+    """The kernel of steps with ranges of keys, of which a mask's cells may hide some.
+
+    Cells take registers, so in steps of many tokens the sequences with cells and those without have a kernel each. One
+    of them has nothing to do in most steps, so where all steps have one choice of tiles one kernel serves both.
+    bind: of ranges alone
+    """
+    rows = extend_choices_of_table(problem, target)
+
+    def of_tiles(tiles: ExtendTiles, is_short: bool) -> BoundKernel:
         masked = _masked_extend(problem, target, tiles, is_short=is_short)
         if is_short or len(rows) == 1:
-            return Ranged(masked, visibility)
-        ranges = bind(tiles)
-        without = Ranged(replace(ranges, cut=replace(ranges.cut, sequences=Sequences.WITHOUT_CELLS)), visibility)
-        if problem.chunk:
-            return without
-        with_cells = replace(masked, cut=replace(masked.cut, sequences=Sequences.WITH_CELLS))
-        return TritonMixed(Ranged(with_cells, visibility), without)
+            return Ranged(masked, problem.visibility)
+        return with_and_without_cells(problem, bind(tiles), masked)
 
     return _by_tokens(problem, rows, of_tiles)
 
 
-def _ranged_extend(problem: Problem, target: Target, tiles: ExtendTiles) -> TritonExtend:
+def _ranged_extend(problem: Problem, target: Target, tiles: ExtendTiles, min_q_len: int = 1) -> TritonExtend:
     codes = codes_of(problem)
     if codes is CodeKind.BY_TOKEN and target.is_amd:
         # Heads of 256 would spill 11 registers on gfx942.
         tiles = tiles.of_masked_steps(problem.gqa_ratio, codes)
-    return _extend_in(problem, target, tiles, causal=problem.causal)
+    return _extend_in(problem, target, tiles, causal=problem.causal, min_q_len=min_q_len)
 
 
 def _masked_extend(problem: Problem, target: Target, tiles: ExtendTiles, *, is_short: bool) -> TritonExtend:
@@ -263,11 +276,14 @@ def _masked_extend(problem: Problem, target: Target, tiles: ExtendTiles, *, is_s
     return _extend_in(problem, target, tiles, causal=False)
 
 
-def _extend_in(problem: Problem, target: Target, tiles: ExtendTiles, *, causal: bool) -> TritonExtend:
+def _extend_in(
+    problem: Problem, target: Target, tiles: ExtendTiles, *, causal: bool, min_q_len: int = 1
+) -> TritonExtend:
     if problem.visibility.two_sided:
         # Rows are short, and there are many: every token of a text is new.
         tiles = _of_whole_rows(tiles)
-    return TritonExtend(problem, scores_of(problem), tiles, extend_cut(problem, target, tiles, causal=causal))
+    cut = extend_cut(problem, target, tiles, causal=causal, min_q_len=min_q_len)
+    return TritonExtend(problem, scores_of(problem), tiles, cut)
 
 
 def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
@@ -305,6 +321,46 @@ def _bind_hopper_segments(problem: Problem, target: Target, pool: PoolSize, min_
     return triton_segments.extend_by_tokens(problem, target, min_q_len, hopper)
 
 
+def _bind_hopper_segment_ranges(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
+    """Like `_bind_ranges_hopper`, but deterministic."""
+    few = triton_segments.masked_extend(problem, target, min_q_len)
+    hopper = triton_hopper.bind_segment_ranges(problem, target, min_q_len)
+    return _of_few_segments(few, Ranged(hopper, problem.visibility))
+
+
+def _bind_hopper_segment_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    """Like `_bind_masked_hopper`, but deterministic."""
+    few, hopper = triton_segments.masked_extend(problem, target), triton_hopper.bind_segment_ranges(problem, target)
+    return _of_few_segments(few, with_and_without_cells(problem, hopper, few))
+
+
+def _of_few_segments(few: triton_segments.SegmentExtend, other: BoundKernel) -> BoundKernel:
+    """Gives steps whose sequences have few new tokens to the plain kernel."""
+    steps = ServedSteps(few.tiles.extend.query_rows // few.problem.gqa_ratio)
+    return KernelByTokens((SizedKernel(steps, Ranged(few, few.problem.visibility)),), other)
+
+
+def _chunk_entries() -> Iterator[KernelEntry]:
+    """Decode in layers with chunks, and mixed steps with it; chunks that are no whole pages are extend's alone."""
+    plain, cdna = of_ranges_alone(_LIMITS), of_ranges_alone(triton_cdna.LIMITS)
+    hopper, segments = of_ranges_alone(triton_hopper.LIMITS), of_ranges_alone(triton_hopper.RANGED_SEGMENT_LIMITS)
+    decode, cdna_decode = of_chunks(_bind_decode), of_chunks(triton_cdna.bind_decode)
+    alone = of_chunks(_bind_decode_alone)
+    by_segments = triton_segments.bind_chunk_decode
+    yield triton_entry("cdna_chunk_decode", StepKind.DECODE, cdna, cdna_decode, is_probed=True)
+    yield triton_entry("chunk_decode", StepKind.DECODE, plain, alone)
+    yield deterministic_entry("segment_chunk_decode", StepKind.DECODE, plain, by_segments)
+    yield _mixed_entry("hopper_ranges+chunk_decode", hopper, decode, _bind_ranges_hopper)
+    yield _mixed_entry("ranges+cdna_chunk_decode", cdna, cdna_decode, _bind_ranges, is_probed=True)
+    yield _mixed_entry("ranges+chunk_decode", plain, decode, _bind_ranges)
+    yield _mixed_entry(
+        "hopper_segment_ranges+chunk_decode", segments, by_segments, _bind_hopper_segment_ranges, batch_invariant=True
+    )
+    yield _mixed_entry(
+        "segment_ranges+chunk_decode", plain, by_segments, triton_segments.bind_masked, batch_invariant=True
+    )
+
+
 TRITON = Provider(
     name="triton",
     entries=(
@@ -336,10 +392,10 @@ TRITON = Provider(
             "hopper_masked",
             StepKind.MASKED,
             triton_hopper.RANGED_LIMITS,
-            partial(_bind_ranged_hopper, by_cells=True),
+            _bind_masked_hopper,
             Need.MASK,
         ),
-        triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, partial(_bind_ranged, by_cells=True), Need.MASK),
+        triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
         shared_entry("hopper_shared_prefix", triton_hopper.LIMITS, _bind_extend_hopper, _bind_decode),
         shared_entry("shared_prefix", _LIMITS, _bind_extend, _bind_decode),
         deterministic_entry("segment_decode", StepKind.DECODE, _LIMITS, triton_segments.bind_decode),
@@ -354,6 +410,13 @@ TRITON = Provider(
             _bind_hopper_segments,
             batch_invariant=True,
         ),
+        deterministic_entry(
+            "hopper_segment_masked",
+            StepKind.MASKED,
+            triton_hopper.RANGED_SEGMENT_LIMITS,
+            _bind_hopper_segment_masked,
+            Need.MASK,
+        ),
         deterministic_entry("segment_masked", StepKind.MASKED, _RANGED_LIMITS, triton_segments.bind_masked, Need.MASK),
         _mixed_entry(
             "segment_extend+decode",
@@ -364,13 +427,21 @@ TRITON = Provider(
         ),
         *triton_latent.ENTRIES,
         *triton_sparse.EVERY_ROW_ENTRIES,
+        *_chunk_entries(),
         *range_entries(
             "hopper_ranges",
-            partial(_bind_ranged_hopper, by_cells=False),
+            _bind_ranges_hopper,
             triton_hopper.RANGED_LIMITS,
             kinds=(StepKind.EXTEND, StepKind.MIXED),
         ),
-        *range_entries("ranges", partial(_bind_ranged, by_cells=False), _LIMITS),
+        *range_entries("ranges", _bind_ranges, _LIMITS),
+        *range_entries(
+            "hopper_segment_ranges",
+            _bind_hopper_segment_ranges,
+            triton_hopper.RANGED_SEGMENT_LIMITS,
+            kinds=(StepKind.EXTEND, StepKind.MIXED),
+            batch_invariant=True,
+        ),
         *range_entries("segment_ranges", triton_segments.bind_masked, _LIMITS, batch_invariant=True),
     ),
     ops=triton_ops,

@@ -12,12 +12,15 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import Sequences
 from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.providers.contract import Bind, Fault, KernelEntry, Limits, StepBounds
-from rocm_attn.providers.cut_kernels import Maskable
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import Bind, BoundKernel, Fault, KernelEntry, Limits, StepBounds
+from rocm_attn.providers.cut_kernels import Maskable, MaskableExtend
 from rocm_attn.providers.launches import StepOps
+from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.schedules import RangeSchedule, Schedules
 from rocm_attn.providers.scores import visible_keys
 from rocm_attn.providers.shared_prefix import bind_shared, limits_of_shared_prefix
@@ -61,6 +64,15 @@ class Ranged:
         self.kernel.attend_by(args._replace(schedule=own), visible_keys(step, first, end, reads_cells=reads_cells))
 
 
+def with_and_without_cells(problem: Problem, ranges: MaskableExtend[Any], masked: MaskableExtend[Any]) -> BoundKernel:
+    """Gives sequences without cells of a mask to ranges, and the others to masked. A layer with chunks has no cells."""
+    without = replace(ranges, cut=replace(ranges.cut, sequences=Sequences.WITHOUT_CELLS))
+    if problem.chunk:
+        return Ranged(without, problem.visibility)
+    with_cells = replace(masked, cut=replace(masked.cut, sequences=Sequences.WITH_CELLS))
+    return TritonMixed(Ranged(with_cells, problem.visibility), Ranged(without, problem.visibility))
+
+
 def triton_entry(name: str, kind: StepKind, limits: Limits, bind: Bind, *needs: Need, **more: Any) -> KernelEntry:
     """The entry of a kernel that any context may capture, and that masks unused rows of V. more: other fields"""
     return KernelEntry(
@@ -79,7 +91,12 @@ def range_entries(
 ) -> Iterator[KernelEntry]:
     """Entries for layers with ranges of keys alone. kinds: of step, without another those that every layer needs"""
     for kind in kinds:
-        yield triton_entry(name, kind, replace(limits, ranges=True, others=False), bind, **more)
+        yield triton_entry(name, kind, of_ranges_alone(limits), bind, **more)
+
+
+def of_ranges_alone(limits: Limits) -> Limits:
+    """Limits of kernels that serve layers with chunks, or with windows of later keys, and no other layers."""
+    return replace(limits, ranges=True, others=False)
 
 
 def shared_entry(name: str, limits: Limits, extend: Bind, decode: Bind) -> KernelEntry:

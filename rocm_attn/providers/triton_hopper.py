@@ -9,7 +9,7 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.hopper import releases
@@ -89,6 +89,8 @@ SEGMENT_LIMITS = replace(
     scales=(Scales.NONE,),
 )
 
+RANGED_SEGMENT_LIMITS = replace(SEGMENT_LIMITS, ranges=True)
+
 
 @dataclass(frozen=True, slots=True)
 class HopperExtend(MaskableExtend[HopperTiles]):
@@ -128,21 +130,26 @@ def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int
     return extend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
 
 
-def bind_ranges(problem: Problem, target: Target) -> HopperExtend:
+def bind_ranges(problem: Problem, target: Target, min_q_len: int = 1) -> HopperExtend:
     """Binds extend of tokens that each see a range of keys, for a problem within RANGED_LIMITS. Raises NoTiles."""
     # Calls of drawn rows are not prepared, and those by ranges are.
-    tiles = replace(_tiles(problem, target, min_q_len=1), drawn_blocks=0)
-    return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len=1))
+    tiles = replace(_tiles(problem, target, min_q_len), drawn_blocks=0)
+    return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
 
 
 def _tiles(problem: Problem, target: Target, min_q_len: int) -> HopperTiles:
     tiles = hopper_tiles_of(problem, target)
+    _check_window(problem, tiles)
+    return _launched_early(tiles, min_q_len)
+
+
+def _check_window(problem: Problem, tiles: HopperTiles) -> None:
+    """Raises NoTiles for a window shorter than the tiles' least."""
     if UNLIMITED_WINDOW != problem.window_left < tiles.least_window - 1:
         raise NoTiles(
             f"with head_dim {problem.head_dim} a window of {problem.window_left + 1} keys is shorter than its least, "
             f"{tiles.least_window}"
         )
-    return _launched_early(tiles, min_q_len)
 
 
 def _launched_early(tiles: HopperTiles, min_q_len: int) -> HopperTiles:
@@ -165,10 +172,25 @@ def filled(extend: HopperExtend, target: Target) -> HopperExtend:
 
 
 def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
-    """Binds deterministic extend for a problem within SEGMENT_LIMITS. Programs share rows by whole segments."""
+    """Binds deterministic extend for a problem within SEGMENT_LIMITS. Programs share rows by whole segments.
+
+    Raises NoTiles.
+    """
+    _check_window(problem, hopper_segment_tiles(problem.head_dim, problem.page_size))
+    return _segment_extend(problem, target, min_q_len, split_keys=256)
+
+
+def bind_segment_ranges(problem: Problem, target: Target, min_q_len: int = 1) -> HopperExtend:
+    """Binds deterministic extend of tokens that each see a range of keys, within RANGED_SEGMENT_LIMITS."""
+    # A span may reach any number of segments beyond the keys that shares are cut by, and each would take a part.
+    return _segment_extend(problem, target, min_q_len, split_keys=NEVER_SPLIT)
+
+
+def _segment_extend(problem: Problem, target: Target, min_q_len: int, split_keys: int) -> HopperExtend:
     tiles = _launched_early(hopper_segment_tiles(problem.head_dim, problem.page_size), min_q_len)
-    cut = _cut(problem, target, tiles, min_q_len)
-    cut = cut.by_segments(tiles.segment_len, most_segments=tiles.most_segments, split_keys=256, shares_first=False)
+    cut = _cut(problem, target, tiles, min_q_len).by_segments(
+        tiles.segment_len, most_segments=tiles.most_segments, split_keys=split_keys, shares_first=False
+    )
     return HopperExtend(problem, scores_of(problem), tiles, cut)
 
 

@@ -21,6 +21,7 @@ from rocm_attn.kernels.latent.extend import launch_latent_extend
 from rocm_attn.kernels.latent.segment_decode import launch_latent_segment_decode
 from rocm_attn.kernels.latent.segment_extend import launch_latent_segment_extend
 from rocm_attn.kernels.metadata.check_pages import launch_check_pages
+from rocm_attn.kernels.metadata.chunk_starts import launch_chunk_starts
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.fill import launch_fill
@@ -54,6 +55,7 @@ from rocm_attn.providers.launches import StepOps
 
 __all__ = [
     "OPS",
+    "launch_chunk_starts",
     "launch_decode_schedule",
     "launch_extend_schedule",
     "launch_latent_decode",

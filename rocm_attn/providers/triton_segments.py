@@ -16,6 +16,7 @@ from rocm_attn.machine.releases import UNKNOWN
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
+from rocm_attn.providers.chunk_decode import of_chunks
 from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutSegmentDecode, MaskableExtend
 from rocm_attn.providers.scores import scores_of
@@ -89,6 +90,15 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> SegmentDeco
     return SegmentDecode(problem, scores_of(problem), tiles, cut, most_segments)
 
 
+def bind_chunk_decode(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    """Binds deterministic decode in a layer with chunks. Raises NoTiles, also if chunks are not whole segments."""
+    segment_len = _tiles(problem, target).segment_len
+    if problem.chunk % segment_len:
+        # Segments of decode would begin elsewhere than those of extend.
+        raise NoTiles(f"it serves chunks of whole segments of {segment_len} keys, and not of {problem.chunk}")
+    return of_chunks(bind_decode)(problem, target, pool)
+
+
 def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     """Binds deterministic extend of sequences with min_q_len new tokens or more. Raises NoTiles."""
     return extend_by_tokens(problem, target, min_q_len, None)
@@ -118,11 +128,15 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
     return KernelByTokens(short, other) if short else other
 
 
-def bind_masked(problem: Problem, target: Target, pool: PoolSize) -> Ranged:
+def bind_masked(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> Ranged:
     """Binds deterministic attention of steps with a mask, or in layers whose keys are ranges. Raises NoTiles."""
+    return Ranged(masked_extend(problem, target, min_q_len), problem.visibility)
+
+
+def masked_extend(problem: Problem, target: Target, min_q_len: int = 1) -> SegmentExtend:
+    """The kernel of bind_masked. Raises NoTiles."""
     tiles = _tiles(problem, target)
-    extend = _extend_in(tiles.of_masked_steps() if target.is_nvidia else tiles, problem)
-    return Ranged(extend, problem.visibility)
+    return _extend_in(tiles.of_masked_steps() if target.is_nvidia else tiles, problem, min_q_len)
 
 
 def _shared(extend: SegmentExtend, target: Target) -> SegmentExtend:

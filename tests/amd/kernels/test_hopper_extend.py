@@ -462,6 +462,30 @@ def run_segments(tensors: Tensors, *, sharing: RowSharing = NONE_SHARED) -> Exte
     return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(tensors.case.dims[0], tensors.case.page_size))
 
 
+# Spans across borders of segments, and one that reaches two segments further than its first query block.
+SPANS_OF_SEGMENTS: dict[str, Any] = {
+    "kv_len": [2100, 70, 3000, 1025],
+    "q_len": [1500, 40, 33, 65],
+    "spans": ((0, 700, 2050), (0, 2050, 2080), (1, 31, 60), (2, 2967, 3000), (3, 1000, 1025)),
+}
+
+
+@seventh_by_day(
+    "more, dim", [(more, dim) for more in RANGES if "heads" not in more for dim in (*HEAD_DIMS, MIN_HEAD_DIM)]
+)
+def test_deterministic_extend_by_ranges_gives_the_bits_of_the_plain_kernel(
+    more: dict[str, Any], dim: int, device: torch.device
+) -> None:
+    tensors = build(replace(RAGGED, **SPANS_OF_SEGMENTS, **more, dims=(dim, dim)), device)
+    run_segments(tensors)
+    assert_served(tensors)
+    plain = replace(tensors, out=torch.full_like(tensors.out, UNTOUCHED), lse=torch.full_like(tensors.lse, UNTOUCHED))
+    tiles = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=tensors.case.dtype)
+    segment_cases.run_extend(plain, tiles=tiles.of_masked_steps())
+    assert torch.equal(plain.out, tensors.out)
+    assert torch.equal(plain.lse, tensors.lse)
+
+
 def last_of(tensors: Tensors, new: int) -> tuple[Tensors, Tensor]:
     """Returns the last `new` tokens of each sequence as a separate chunk over the same pages, and their places."""
     ends = tensors.q_indptr[1:].tolist()

@@ -66,6 +66,14 @@ def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
     assert_same_bits(decoded, extended)
 
 
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_sequences_may_begin_after_pages_of_their_rows(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    case = Case([130, 64, 1], [1] * 3, page_size=5, window_left=100, first_page=[3, 0, 40], dtype=dtype)
+    decoded = build(case, kernel_device)
+    run_decode(decoded, num_programs=5, tiles=tiles_at(kernel_device, case))
+    assert_served(decoded)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["plain", "odd", "window"])
 def test_where_an_extend_keeps_what_lies_left_of_a_segment_changes_no_bit(

@@ -63,6 +63,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "experts/product.py": model_checks.experts,
     "experts/sort_pairs.py": mixture_checks.sort_pairs,
     "metadata/check_pages.py": metadata_checks.check_pages,
+    "metadata/chunk_starts.py": metadata_checks.chunk_starts,
     "metadata/device_inputs.py": metadata_checks.device_inputs,
     "metadata/draft_steps.py": metadata_checks.draft_steps,
     "metadata/fill_roles.py": metadata_checks.fill,

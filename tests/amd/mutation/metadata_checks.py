@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.metadata.check_pages import launch_check_pages
+from rocm_attn.kernels.metadata.chunk_starts import launch_chunk_starts
 from rocm_attn.kernels.metadata.device_inputs import launch_device_inputs
 from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
@@ -331,6 +332,24 @@ def visible_ranges(memory: Memory) -> None:
 def _twin_of_ranges(step: StepTensors, visibility: Visibility, first: Tensor, end: Tensor) -> None:
     for to, values in zip((first, end), twins.visible_ranges(step, visibility), strict=True):
         to.copy_(values)
+
+
+def chunk_starts(memory: Memory) -> None:
+    """Checks sequences without keys, and with chunks whole and in part; more than a program takes."""
+    kv_len = ints([0, 1, 7, 8, 9, 24, 40] * 30)
+    for chunk, page_size in ((8, 4), (8, 8), (24, 1)):
+        sizes = {"chunk": chunk, "page_size": page_size}
+        assert_same(memory, _starts, _twin_of_starts, kv_len, garbage(210), garbage(210), sizes)
+
+
+def _starts(kv_len: Tensor, in_chunk: Tensor, first_page: Tensor, sizes: dict[str, int]) -> None:
+    launch_chunk_starts(kv_len, **sizes, in_chunk=in_chunk, first_page=first_page)
+
+
+def _twin_of_starts(kv_len: Tensor, in_chunk: Tensor, first_page: Tensor, sizes: dict[str, int]) -> None:
+    for seq, length in enumerate(kv_len.tolist()):
+        start = max(range(0, max(length, 1), sizes["chunk"]))
+        in_chunk[seq], first_page[seq] = length - start, start // sizes["page_size"]
 
 
 def place_trees(memory: Memory) -> None:

@@ -10,6 +10,7 @@ from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words
 from rocm_attn.kernels.cache.page_rows import key_rows
 from rocm_attn.kernels.metadata.check_pages import launch_check_pages
+from rocm_attn.kernels.metadata.chunk_starts import launch_chunk_starts
 from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
@@ -173,6 +174,7 @@ def launch_speculative(page_size: int) -> None:
     )
     launch_place_trees(given.parents, 0, 0, 1, step)
     launch_place_spans(ids[:6].view(2, 3), replace(step, span_begin=ids, span_end=ids))
+    launch_chunk_starts(of_seq, chunk=4 * page_size, page_size=page_size, in_chunk=of_seq, first_page=of_seq)
     launch_draft_steps([step], given.parents, 2)
     for side in _sides_that_move(page_size):
         launch_move_paths(AlikePages.of([side, side]), paths)

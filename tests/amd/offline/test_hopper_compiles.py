@@ -63,13 +63,13 @@ LAYERS: dict[str, dict[str, Any]] = {
 SHORT = (((128, 128), "plain"), ((96, 96), "gathered"))
 # Bytes on the stack, by head dims and layer: outside of the loops, or still measured as the fastest.
 SPILLED = {
-    # Spilled by the warps that gather, which also draw rows.
-    ((96, 96), "float16"): 24,
-    ((96, 96), "gathered"): 24,
+    # Spilled by the warps that gather or load, which also draw rows.
+    **{((96, 96), layer): 32 if layer == "window" else 24 for layer in LAYERS},
     ((128, 128), "window"): 24,
     ((192, 128), "window"): 24,
     ((192, 128), "gathered"): 16,
-    **{((192, 192), layer): 32 if layer in ("window", "capped") else 24 for layer in LAYERS},
+    ((192, 128), "float16"): 16,
+    **{((192, 192), layer): {"window": 160, "capped": 32}.get(layer, 24) for layer in LAYERS},
     # Values of the program in the group that decodes.
     **{(dims, layer): 40 for dims in DIMS for layer in ("codes", "codes_by_token")},
     # The next row's queries, which arrive while results are written.

@@ -11,7 +11,7 @@ import torch
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
-from rocm_attn.machine.target import known_target
+from rocm_attn.machine.target import detect_target, known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from tests.amd.kernels.matrix_unit import use_matrix_unit
@@ -114,6 +114,29 @@ def ways_for(provider: str, device: torch.device, *, graphs: bool) -> Mapping[st
     if provider == "torch" or device.type == "cuda":
         return WAYS
     return {name: WAYS[name] for name in ("around_a_cut", "beside_others", *["cached", "halves"] * graphs)}
+
+
+@deterministic
+def test_decode_of_chunks_has_the_bits_of_extend(graphs: bool, provider: str, device: torch.device) -> None:
+    """Chunks are whole segments: decode begins where the last token's chunk does."""
+    chunk = 1024 if device.type == "cuda" else 64
+    problem = replace(small_problem(16, torch.float16), chunk=chunk)
+    kernel = select(problem, detect_target(device), provider, deterministic=True).kernel(StepKind.DECODE)
+    assert provider != "triton" or kernel.entry.name == "triton.segment_chunk_decode"
+    story = Story.random(problem, chunk + 9, 1)
+    most = 2 * chunk
+    sizes: dict[str, Any] = {
+        "max_kv_len": most,
+        "max_tokens": most,
+        "capture_sizes": (1,),
+        "capture_tokens": (16, most),
+    }
+    told = []
+    for chunks in ((chunk + 9,), (chunk - 2, *[1] * 5, 3, *[1] * 3)):
+        teller = Teller.of(device, provider, problem, graphs=graphs, **sizes)
+        told.append(teller.tell(teller.begin(story), chunks))
+        teller.check_told(told[-1])
+    assert same_bits(*told)
 
 
 @pytest.mark.fast(1, interpreted=0)

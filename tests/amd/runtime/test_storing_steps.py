@@ -14,7 +14,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import StoringKernel
 from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
@@ -56,14 +56,18 @@ def one_by_one(layers: LayerCalls, q: Tensor, k: Tensor, v: Tensor, out: Tensor)
 
 
 def serve(
-    layer: Layer, q_lens: Sequence[int], device: torch.device, guards: Guards = ALL_GUARDS
+    layer: Layer,
+    q_lens: Sequence[int],
+    device: torch.device,
+    guards: Guards = ALL_GUARDS,
+    problem: Problem = PROBLEM,
 ) -> tuple[list[Tensor], AttentionRuntime, int]:
     """Two requests get q_lens new tokens in turn, in decode steps with two pads.
 
     Returns the outputs, the runtime, and the number of launches of the last layer.
     """
     options = RuntimeOptions(num_pages=32, max_num_seqs=4, max_kv_len=32, provider="triton")
-    runtime = build_runtime([PROBLEM], options, device=device, guards=guards)
+    runtime = build_runtime([problem], options, device=device, guards=guards)
     generator = torch.Generator().manual_seed(0)
     rows = np.array([runtime.table.admit() for _ in range(2)], np.int32)
     kv_len, outs, launches = np.zeros(2, np.int32), [], 0
@@ -91,10 +95,13 @@ def serve(
 
 
 @with_triton
-def test_a_layer_that_stores_and_attends_is_both_calls_with_a_launch_less(kernel_device: torch.device) -> None:
-    q_lens = [FIRST, 1]
-    outs, runtime, launches = serve(at_once, q_lens, kernel_device)
-    others, other_runtime, more = serve(one_by_one, q_lens, kernel_device)
+@pytest.mark.parametrize("chunk", [0, PROBLEM.page_size])
+def test_a_layer_that_stores_and_attends_is_both_calls_with_a_launch_less(
+    chunk: int, kernel_device: torch.device
+) -> None:
+    q_lens, problem = [chunk or FIRST, 1, 1], replace(PROBLEM, chunk=chunk)
+    outs, runtime, launches = serve(at_once, q_lens, kernel_device, problem=problem)
+    others, other_runtime, more = serve(one_by_one, q_lens, kernel_device, problem=problem)
     assert (launches, more) == (2, 3)
     assert all(map(torch.equal, outs, others))
     pages, other_pages = runtime.pool.layer(0), other_runtime.pool.layer(0)
@@ -136,6 +143,7 @@ def test_a_store_that_is_not_the_kernels_own_is_asked_for_by_itself(kernel_devic
     [
         ("sm_90", {}, True),
         ("sm_90", {"window_left": 127, "has_sinks": True}, True),
+        ("sm_90", {"chunk": 4096}, True),
         ("sm_90", {"window_right": UNLIMITED_WINDOW}, False),
         ("sm_90", {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD}, False),
         ("gfx942", {}, False),

@@ -198,8 +198,9 @@ def run_trees(
             assert_attention_close(world.rows[layer].out[used], want, problem.dtype)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("graphs", [pytest.param(graphs, marks=OF_HOPPERS_KERNELS) for graphs in (False, True)])
-def test_hoppers_kernel_sees_what_the_definitions_say(graphs: bool, device: torch.device) -> None:
+def test_hoppers_kernel_sees_what_the_definitions_say(graphs: bool, deterministic: bool, device: torch.device) -> None:
     """Sequences with cells are the plain kernel's; both kernels are launched in each masked step of many tokens."""
     large = replace(MASKED, dtype=torch.bfloat16, page_size=16, head_dim=64, v_head_dim=64)
     window = RANGED_LIMITS.least_window + 100
@@ -211,17 +212,16 @@ def test_hoppers_kernel_sees_what_the_definitions_say(graphs: bool, device: torc
         replace(large, logits_soft_cap=30.0),
     ]
     for problem in layers:
-        assert (
-            select(problem, detect_target(device), "triton").kernel(StepKind.MASKED).entry.name
-            == "triton.hopper_masked"
-        )
+        entry = selected(problem, StepKind.MASKED, deterministic, device)
+        assert entry == ("triton.hopper_segment_masked" if deterministic else "triton.hopper_masked")
     sizes: dict[str, Any] = {
         "num_pages": 400,
         "max_kv_len": 2 * window + 800,
         "capture_sizes": (2,),
         "capture_tokens": (300,),
     }
-    world = World.build(layers, device, "triton", graphs=graphs, max_num_seqs=2, max_tokens=2 * window, **sizes)
+    sizes |= {"graphs": graphs, "deterministic": deterministic}
+    world = World.build(layers, device, "triton", max_num_seqs=2, max_tokens=2 * window, **sizes)
     requests = world.admit_all(2)
     run(world, requests, [window + 150, 200], [(0, 10, 300), (1, 0, 130), (1, 130, 199)])
     for _ in range(2):
@@ -230,20 +230,28 @@ def test_hoppers_kernel_sees_what_the_definitions_say(graphs: bool, device: torc
         run(world, requests, [120, 1], [])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("graphs", [pytest.param(graphs, marks=OF_HOPPERS_KERNELS) for graphs in (False, True)])
-def test_hoppers_kernel_sees_chunks(graphs: bool, device: torch.device) -> None:
+def test_hoppers_kernel_sees_chunks(graphs: bool, deterministic: bool, device: torch.device) -> None:
     chunk = RANGED_LIMITS.least_window
     plain = small_problem(16, torch.bfloat16, head_dim=128, v_head_dim=128)
     layers = [replace(plain, chunk=chunk), replace(plain, custom_mask=True, chunk=chunk, spans_pass_window=True)]
-    names = [select(problem, detect_target(device), "triton").kernel(StepKind.EXTEND).entry.name for problem in layers]
-    assert names == ["triton.hopper_ranges"] * 2
+    for problem in layers:
+        entry = selected(problem, StepKind.EXTEND, deterministic, device)
+        assert entry == ("triton.hopper_segment_ranges" if deterministic else "triton.hopper_ranges")
     sizes: dict[str, Any] = {"num_pages": 700, "max_kv_len": 3 * chunk, "capture_sizes": (2,), "capture_tokens": (300,)}
-    world = World.build(layers, device, "triton", graphs=graphs, max_num_seqs=2, max_tokens=3 * chunk, **sizes)
+    sizes |= {"graphs": graphs, "deterministic": deterministic}
+    world = World.build(layers, device, "triton", max_num_seqs=2, max_tokens=3 * chunk, **sizes)
     requests = world.admit_all(2)
     run(world, requests, [chunk - 70, 100], None)
     run(world, requests, [150, 100], [(0, 60, 80)])
     run(world, requests, [150, 1], None)
     run(world, requests, [chunk, 130], None)
+
+
+def selected(problem: Problem, kind: StepKind, deterministic: bool, device: torch.device) -> str:
+    """Returns the name of the entry that serves a kind of step."""
+    return select(problem, detect_target(device), "triton", deterministic=deterministic).kernel(kind).entry.name
 
 
 def _in_window(seen: Tensor, start: int, places: Tensor, problem: Problem, ancestors: Sequence[set[int]]) -> Tensor:
@@ -359,7 +367,9 @@ def test_chunks_refuse_trees_and_other_kernels_refuse_chunks(device: torch.devic
     assert {kernel.entry.provider for kernel in chosen.kernels.values()} == {"triton"}
     assert any("no chunks of keys (8192)" in refusal.reason for refusal in chosen.refusals)
     hopper = select(llama4, known_target("sm_90"), "auto")
-    assert next(iter(hopper.kernels.values())).entry.name == "triton.ranges"
+    assert next(iter(hopper.kernels.values())).entry.name == "triton.chunk_decode"
+    pages = select(replace(llama4, page_size=24), known_target("sm_90"), "auto")
+    assert next(iter(pages.kernels.values())).entry.name == "triton.ranges"
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90", "cpu"])

@@ -87,6 +87,8 @@ _RANGED_LIMITS = replace(_LIMITS, ranges=True)
 # 6 new of 2074: 31 and 35; but 4 x 1 of 128, 64 of 2000: 21 and 16. Windows of 1024, 12 x 4 of 64, 777 of 5778: 34 and
 # 26 (H200).
 _MOST_NOT_SHARED = 512
+# New tokens of a sequence that may be a tree of drafts, where all steps have one choice of tiles: more are a prompt.
+_MOST_NODES = 256
 # Rows of a sequence whose query blocks take all query heads of a KV head.
 _MOST_NOT_FILLED = 512
 
@@ -246,16 +248,17 @@ def _by_cells(problem: Problem, target: Target, bind: Callable[[ExtendTiles], Ma
     """The kernel of steps with ranges of keys, of which a mask's cells may hide some.
 
     Cells take registers, so in steps of many tokens the sequences with cells and those without have a kernel each. One
-    of them has nothing to do in most steps, so where all steps have one choice of tiles one kernel serves both.
-    bind: of ranges alone
+    of them has nothing to do in most steps, so one kernel serves both in steps of few tokens. bind: of ranges alone
     """
     rows = extend_choices_of_table(problem, target)
 
     def of_tiles(tiles: ExtendTiles, is_short: bool) -> BoundKernel:
         masked = _masked_extend(problem, target, tiles, is_short=is_short)
-        if is_short or len(rows) == 1:
-            return Ranged(masked, problem.visibility)
-        return with_and_without_cells(problem, bind(tiles), masked)
+        both = Ranged(masked, problem.visibility)
+        if is_short:
+            return both
+        apart = with_and_without_cells(problem, bind(tiles), masked)
+        return apart if len(rows) > 1 else KernelByTokens((SizedKernel(ServedSteps(_MOST_NODES), both),), apart)
 
     return _by_tokens(problem, rows, of_tiles)
 

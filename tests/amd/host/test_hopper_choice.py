@@ -12,7 +12,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor
-from rocm_attn.kernels.attention.cuts import RowSharing, Sequences
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, RowSharing, Sequences
 from rocm_attn.kernels.attention.extend_schedule import COUNTER
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
@@ -366,14 +366,20 @@ def test_rows_of_short_windows_are_not_shared_out(arch: str, window_left: int, s
     assert {kernel.cut.sharing.programs > 0 for kernel in kernels_by_tokens(bound)} == {shares}
 
 
-@pytest.mark.parametrize(("dim", "least"), [(64, 1024), (96, 2048), (128, 1024), (192, 2048), (256, 1024)])
-def test_shorter_windows_than_a_heads_tiles_serve_are_the_plain_kernels(dim: int, least: int) -> None:
-    problem = replace(LAYER, head_dim=dim, v_head_dim=dim)
-    names = [
-        chosen(replace(problem, window_left=keys - 1), on(TRITONS[0])).kernel(StepKind.EXTEND).entry.name
-        for keys in (least - 1, least)
-    ]
-    assert names == ["triton.extend", "triton.hopper_extend"]
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "least", "least_of_segments"),
+    [(64, 1024, 1024), (96, 1024, 2048), (128, 1024, 2048), (192, 1024, 1024), (256, 1024, 1024)],
+)
+def test_shorter_windows_than_a_heads_tiles_serve_are_the_plain_kernels(
+    dim: int, least: int, least_of_segments: int, deterministic: bool
+) -> None:
+    problem, least = replace(LAYER, head_dim=dim, v_head_dim=dim), least_of_segments if deterministic else least
+    layers = [replace(problem, window_left=keys - 1) for keys in (least - 1, least)]
+    target = on(TRITONS[0])
+    names = [chosen(each, target, deterministic=deterministic).kernel(StepKind.EXTEND).entry.name for each in layers]
+    kind = "segment_extend" if deterministic else "extend"
+    assert names == [f"triton.{kind}", f"triton.hopper_{kind}"]
 
 
 def test_sequences_with_cells_and_without_have_a_kernel_each_in_masked_steps_of_many_tokens() -> None:
@@ -387,5 +393,42 @@ def test_sequences_with_cells_and_without_have_a_kernel_each_in_masked_steps_of_
     assert [each.reads_cells for each in kernels] == [False, True]
     *_, of_chunks = kernels_by_tokens(chosen(replace(masked, chunk=4096), on(TRITONS[0])).kernel(StepKind.MASKED).bound)
     assert of_chunks.kernel.cut.sequences is Sequences.WITHOUT_CELLS, "its tokens are given no cells"
-    alone: Any = chosen(masked, known_target("gfx942")).kernel(StepKind.MASKED).bound
-    assert alone.kernel.cut.sequences is Sequences.ALL, "without tiles of few tokens one kernel serves all"
+    of_few, of_many = kernels_by_tokens(chosen(masked, known_target("gfx942")).kernel(StepKind.MASKED).bound)
+    assert of_few.kernel.cut.sequences is Sequences.ALL
+    assert of_many.extend.kernel.cut.sequences is Sequences.WITHOUT_CELLS
+
+
+def test_deterministic_sequences_with_cells_and_without_have_a_kernel_each_too() -> None:
+    masked = replace(LAYER, custom_mask=True)
+    kernel = chosen(masked, on(TRITONS[0]), deterministic=True).kernel(StepKind.MASKED)
+    assert kernel.entry.name == "triton.hopper_segment_masked"
+    few, many = kernels_by_tokens(kernel.bound)
+    assert few.kernel.cut.sequences is Sequences.ALL
+    assert isinstance(many.extend.kernel, HopperExtend)
+    kernels: list[Any] = [many.extend.kernel, many.decode.kernel]
+    assert [each.cut.sequences for each in kernels] == [Sequences.WITHOUT_CELLS, Sequences.WITH_CELLS]
+    # A span may reach further than a program has room for parts of a shared row.
+    assert many.extend.kernel.cut.sharing.split_keys == NEVER_SPLIT
+
+
+@pytest.mark.parametrize(
+    ("chunk", "page_size", "deterministic", "kind"),
+    [
+        (8192, 16, False, "chunk_decode"),
+        (8192, 16, True, "segment_chunk_decode"),
+        (1536, 16, False, "chunk_decode"),
+        (1536, 16, True, "segment_ranges"),  # decode's segments would begin elsewhere than those of extend
+        (8192, 24, False, "ranges"),  # decode begins with a page
+        (8192, 24, True, "segment_ranges"),
+    ],
+)
+def test_layers_with_chunks_decode_like_others_if_a_chunk_begins_with_a_page(
+    chunk: int, page_size: int, deterministic: bool, kind: str
+) -> None:
+    layer = replace(LAYER, chunk=chunk, page_size=page_size)
+    for arch in ("sm_90", "gfx942", "gfx950"):
+        selection = chosen(layer, known_target(arch), deterministic=deterministic)
+        name = selection.kernel(StepKind.DECODE).entry.name
+        assert name in (f"triton.{kind}", f"triton.cdna_{kind}")
+        mixed = selection.kernel(StepKind.MIXED).entry.name
+        assert mixed.endswith("chunk_decode") == name.endswith("chunk_decode")

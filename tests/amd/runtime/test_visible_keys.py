@@ -27,6 +27,7 @@ from rocm_attn.machine.target import detect_target, known_target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.providers import triton
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_hopper import RANGED_LIMITS
@@ -157,8 +158,15 @@ def test_graphs_replay_spans_and_chunks(provider: str, device: torch.device) -> 
 
 
 @pytest.mark.fast(interpreted=0)
-def test_trees_and_spans_take_turns(provider: str, device: torch.device) -> None:
-    """Spans of an earlier step, at the same addresses, are nothing to a step of trees."""
+@pytest.mark.parametrize("most_nodes", [0, 256])
+def test_trees_and_spans_take_turns(
+    most_nodes: int, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans of an earlier step, at the same addresses, are nothing to a step of trees.
+
+    most_nodes: in steps of longer sequences those with cells and those without have a kernel each
+    """
+    monkeypatch.setattr(triton, "_MOST_NODES", most_nodes)
     layers = [layer for layer in LAYERS.values() if layer.causal and not layer.chunk]
     world = World.build(layers, device, provider, graphs=True, capture_sizes=(2,), capture_tokens=(8,))
     requests = world.admit_all(2)

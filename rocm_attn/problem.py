@@ -276,6 +276,7 @@ class Problem:
             object.__setattr__(self, name, min(getattr(self, name), _WHOLE_WINDOW))
         if not 0 <= self.chunk <= _LARGEST_WINDOW:
             raise BadProblem(f"chunk is {self.chunk}; it must be a number of keys below 2**31 - 1, or 0 for no chunks")
+        object.__setattr__(self, "chunk", min(self.chunk, _WHOLE_WINDOW))
         if self.chunk:
             windows = [self.chunk - 1] if self.window_left == UNLIMITED_WINDOW else [self.chunk - 1, self.window_left]
             object.__setattr__(self, "window_left", min(windows))

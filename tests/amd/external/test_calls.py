@@ -226,6 +226,25 @@ def test_a_mask_of_bytes_says_what_tokens_see(dtype: torch.dtype, device: torch.
 
 
 @pytest.mark.fast(interpreted=1)
+def test_cells_of_a_sequence_whose_page_does_not_exist_stay_its_own(device: torch.device, provider: str) -> None:
+    """It becomes padding without keys, and the sequences after it had its cells. A second fill changes nothing."""
+    filled = Filled(device, provider, custom_mask=True)
+    assert isinstance(filled.source.entries, Tensor)
+    filled.source.entries[1, 0] = -1
+    q_len, q = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM)
+    shown = filled.cells(q_len, lambda at, keys: filled.random.random((len(at), len(keys))) < 0.4)
+    cells = torch.from_numpy(np.concatenate([cell.reshape(-1) for cell in shown])).to(device)
+    found = filled.attend(q_len, filled.step(q_len, mask=BoolCells(cells, torch.zeros(10, device=device).long())), q)
+    shown[1] = np.zeros_like(shown[1])
+    filled.assert_right(q_len, found, q, shown=shown)
+    filled.attention.fill()
+    filled.attention.layers.attend(0, q, *found)
+    filled.assert_right(q_len, found, q, shown=shown)
+    with pytest.raises(DeviceFault, match="a page in the table"):
+        filled.attention.check_device()
+
+
+@pytest.mark.fast(interpreted=1)
 def test_a_mask_of_bytes_counts_windows_from_its_own_positions(device: torch.device, provider: str) -> None:
     """In the first masked step too, after which the windows of an earlier one are in their places."""
     filled = Filled(device, provider, custom_mask=True, window_left=7)

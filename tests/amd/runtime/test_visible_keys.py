@@ -404,6 +404,8 @@ def test_sequences_with_fewer_keys_than_new_tokens_have_no_window_of_later_keys(
 def test_problems_of_chunks_and_spans_are_checked() -> None:
     assert replace(MASKED, chunk=8).window_left == 7
     assert replace(MASKED, chunk=8, window_left=3).window_left == 3
+    # Kernels add a few tokens to a window in 32 bits.
+    assert replace(MASKED, chunk=2**31 - 2).window_left == 2**30 - 1
     with pytest.raises(BadProblem, match="chunk is -1"):
         replace(MASKED, chunk=-1)
     with pytest.raises(BadProblem, match="spans_pass_window is True"):

@@ -30,6 +30,8 @@ from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.padding import PaddingPolicy
 from rocm_attn.batch.step_batch import Int32Array, Integers, StepBatch, as_int32, has_repeats
 from rocm_attn.errors import BadBatch, WrongState
+from rocm_attn.hip_graphs.errors import RecordingRefused
+from rocm_attn.kernels.launch import observers
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import StreamOrder, is_current, on_device
 from rocm_attn.paging.batch_checks import BatchGuards
@@ -123,6 +125,14 @@ class StepHolder:
     def is_mine(self) -> bool:
         """True if the current thread has the step."""
         return self._thread_of.get(_STEP) == get_ident()
+
+    def require_recorded(self) -> None:
+        """Raises RecordingRefused if the step is recorded on a CPU, thread by thread, and this is another thread."""
+        if not self.is_mine and self._thread_of.get(_STEP) in observers:
+            raise RecordingRefused(
+                "a layer was called from another thread than the one that records the step, so replays would lack it; "
+                "on a CPU call layers from the thread that forward runs in, or build the StepRunner without a recorder"
+            )
 
     def begin(self, what_fails: str) -> None:
         """Makes the current thread the owner. Raises WrongState if another thread is, or this one has begun a step.
@@ -533,4 +543,6 @@ class StepGate:
             raise self._not_running("store and attend need")
         if self._step is None or children is not self._step.children:
             raise WrongState("the step of these layers has ended; call the layers of the running step")
+        if observers:
+            self.holder.require_recorded()
         self._streams.join()

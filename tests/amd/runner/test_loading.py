@@ -4,7 +4,7 @@ import importlib.machinery
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -282,7 +282,7 @@ def test_end_tokens_of_the_generation_config_count_too(model_dir: Path) -> None:
 def test_each_json_file_of_a_model_is_read_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[str]()
 
-    def noting(path: Path) -> dict[str, object]:
+    def noting(path: Path) -> Mapping[str, object]:
         read.append(path.name)
         return read_json(path)
 

@@ -330,8 +330,7 @@ def _export(scene: Scene, way: str) -> None:
     if given is not REFUSED and kv_len <= length:
         stored = scene.oracle.kv[row][:kv_len]
         extent, buffer = given
-        has_state = not scene.model.recurrent or way == "row"
-        scene.sent.append(Sent(extent, buffer, stored, by_layers=way == "layers", has_state=has_state))
+        scene.sent.append(Sent(extent, buffer, stored, by_layers=way == "layers", is_checked=way == "row"))
 
 
 def import_row(scene: Scene) -> None:
@@ -350,7 +349,7 @@ def import_row(scene: Scene) -> None:
     scene.unsure.add(row)  # what its window needs is not there yet
     target = row if scene.kind == "windows" or scene.rng.random() < 0.8 else scene.a_row()
     buffer, spoiled = _on_its_way(scene, sent)
-    wrong = "no state was sent" if not sent.has_state else spoiled
+    wrong = "no checksum was sent" if not sent.is_checked else spoiled
     given = scene.call(
         f"import into row {target}",
         lambda: scene.movers.importer.import_row(target, sent.extent, buffer),
@@ -367,15 +366,15 @@ def import_row(scene: Scene) -> None:
 
 
 def _on_its_way(scene: Scene, sent: Sent) -> tuple[Tensor, str]:
-    """The buffer as it arrives, and why it is wrong: of states, some have changed bytes or are those of others."""
-    if not scene.model.recurrent or not sent.has_state or scene.rng.random() < 0.7:
+    """The buffer as it arrives, and why it is wrong: some have changed bytes, or the checksum and state of others."""
+    if not sent.is_checked or scene.rng.random() < 0.7:
         return sent.buffer, ""
     spoiled = sent.buffer.clone()
     record = 256 + scene.runtime.states.memory.shape[1]
-    others = [each for each in scene.sent if each.has_state and each.stored != sent.stored]
+    others = [each for each in scene.sent if each.is_checked and each.stored != sent.stored]
     if others and scene.rng.random() < 0.6:
         spoiled[-record:] = scene.rng.choice(others).buffer[-record:]
-        return spoiled, "its state is that of other tokens"
+        return spoiled, "its checksum is that of other tokens"
     at = scene.rng.randrange(len(spoiled))
     spoiled[at] ^= 1 << scene.rng.randrange(8)
     return spoiled, f"byte {at} has changed"

@@ -194,7 +194,10 @@ def _out_of_windows(scene: Scene, row: int, first: int, last: int) -> int:
 
 
 def _judge_checkpoints(scene: Scene, row: int, first: int, due: Bools, have: Bools, free: int) -> None:
-    """A page is kept with a state where it is due, as long as one is free; it is due where the row must go on."""
+    """A page is kept with a state where it is due, as long as one is free.
+
+    It is due where the row must go on, unless the host does not know where that is.
+    """
     if not scene.model.recurrent:
         if not have.all():
             raise Finding("a page is kept without a state, and no layer is recurrent")
@@ -202,7 +205,7 @@ def _judge_checkpoints(scene: Scene, row: int, first: int, due: Bools, have: Boo
     wanted = due & (np.cumsum(due) <= free)
     if have.tolist() != wanted.tolist():
         raise Finding(f"states of row {row} were due {due.tolist()} with {free} free, and are kept {have.tolist()}")
-    for place, is_due in enumerate(due.tolist()):
+    for place, is_due in enumerate([] if row in scene.going_on.untracked else due.tolist()):
         end = (first + place + 1) * scene.page_size
         if not is_due and end % scene.spacing == 0 and scene.going_on.surely(row, end):
             raise Finding(f"row {row} must go on after {end} tokens, and no state is due there")

@@ -402,16 +402,14 @@ class PrefixCache:
 
     def _longest(self, found: Found) -> int:
         """The number of these pages that a row can begin with: every page in its windows is there, and its state."""
-        longest, present = 0, [0] * len(self._windowed)
-        for num_pages, page in enumerate(found.tolist(), 1):
-            is_whole = not self._has_states or page in self._states
-            for at, (space, pages) in enumerate(self._windowed):
-                present[at] = 0 if self._columns.num_rows[space, page] == NOT_KEPT else present[at] + 1
-                first = pages.pages.first_needed(num_pages * self._page_size, self._page_size)
-                is_whole &= present[at] >= num_pages - first
-            if is_whole:
-                longest = num_pages
-        return longest
+        ends = np.arange(1, len(found) + 1)
+        are_whole = np.ones(len(found), np.bool_)
+        for space, pages in self._windowed:
+            is_gone = self._columns.num_rows[space, found] == NOT_KEPT
+            end_of_gone = np.maximum.accumulate(np.where(is_gone, ends, 0))
+            are_whole &= end_of_gone <= pages.pages.first_needed(ends * self._page_size, self._page_size)
+        whole = reversed(ends[are_whole].tolist())
+        return next((end for end in whole if not self._has_states or int(found[end - 1]) in self._states), 0)
 
     def _next_move(self, row: CachedRow) -> int:
         """The number of tokens that row will have stored when the next page leaves a window."""

@@ -289,7 +289,7 @@ class KVExporter(_Mover):
         used = self._buffer(buffer, self.num_bytes(extent))
         if self._states.is_empty:
             self.export(pages, extent, used)
-            write_sum(self._states, kv_len, used)
+            write_sum(self._states, extent.kv_len, used)
             return extent
         with idle(self._owner, "states cannot be exported"):
             source = self._runtime.table.states.source_of(row, kv_len)

@@ -58,7 +58,8 @@ class FakeRecorder:
     """Recorder of functions on CPU tensors.
 
     observe_launches: a context manager that passes every kernel launch made under it to an observer, as a thunk,
-    instead of running it. A kernel launched in another way runs while fn is recorded and is missing from the replays.
+    instead of running it. A kernel launched in another way, and all work of other threads that fn starts, runs while fn
+    is recorded and is missing from the replays.
     """
 
     def __init__(self, observe_launches: ObserveLaunches) -> None:

@@ -131,7 +131,8 @@ class ExternalOptions:
     binds_calls:   whether a layer's pages may change before each call, also after seal(): call pages.bind() before the
                    layer, and do not move the pages of captured calls
     watches_pages: whether to report PAGE_TAKEN if a page is written through another table entry while a row still names
-                   it. It takes 8 bytes per page of a row, and per page of the pool
+                   it, also before a window: an engine that frees pages there must write 0 over their entries. It takes
+                   8 bytes per page of a row, and per page of the pool
     on_fault:      called with the DeviceFault of an earlier step
 
     Raises BadSetting.

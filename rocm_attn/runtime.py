@@ -10,9 +10,10 @@ from typing import NoReturn
 
 import torch
 
+from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.step_batch import Integers, StepBatch
-from rocm_attn.errors import BadBatch, BadTensor, NotCopied, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor, NotCopied, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.agreement import Agree, Agreement, alone
@@ -178,6 +179,8 @@ class AttentionRuntime:
         require_kind("the batch", batch, StepBatch, BadBatch)
         if isinstance(pad_to, PaddedShape):
             return self.gate.planner.plan_as(batch, pad_to)
+        if halves not in (1, HALVES):
+            raise BadSetting(f"halves is {halves!r}; it must be 1, or {HALVES} for a step in two halves")
         return self.gate.planner.plan(batch, pad_to, halves)
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None) -> Step:

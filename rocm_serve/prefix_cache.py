@@ -73,12 +73,24 @@ class CachedRow:
     is_cached: whether its pages are looked up and entered at all
     """
 
-    __slots__ = ("first_held", "is_cached", "keys", "moves_at", "newest_state", "pages", "salt", "states_at")
+    __slots__ = (
+        "first_held",
+        "found",
+        "is_cached",
+        "keys",
+        "moves_at",
+        "newest_state",
+        "num_given_up",
+        "pages",
+        "salt",
+        "states_at",
+    )
 
     def __init__(self, salt: str = "", *, is_cached: bool = True) -> None:
         self.salt = salt
         self.is_cached = is_cached
         self.keys: list[bytes] = []  # page_no -> key, as far as keys were needed
+        self.found, self.num_given_up = NONE_FOUND, 0  # what find() found last, and what the cache had given up by then
         # page_no -> the page's number; NO_PAGE if the row has its own with the same tokens, or one that is not cached
         self.pages: list[int] = []
         self.first_held: list[int] = []  # per space: page_no of the first page that the row has not given back
@@ -144,6 +156,7 @@ class PrefixCache:
         self._has_states, self._spacing = not table.states.is_empty, table.states.spacing
         self._step = 0
         self._right_until = 0
+        self._num_given_up = 0  # how often pages were made unavailable
 
     def __len__(self) -> int:
         """Number of pages that can be found, or could be once their steps are known to be free of faults."""
@@ -184,10 +197,14 @@ class PrefixCache:
         if not row.is_cached:
             return NONE_FOUND
         self.can_find(row, token_ids, INT32_MAX)
-        keys = row.keys[: self._most_found(token_ids)]
+        # A waiting sequence is looked up before each step, and what was found stays there until pages are given up.
+        known = row.found if row.num_given_up == self._num_given_up else NONE_FOUND
+        keys = row.keys[len(known) : self._most_found(token_ids)]
         pages = np.fromiter(map(self._pages.get, keys, repeat(NO_PAGE)), np.int64, len(keys))
         ends_here = (pages == NO_PAGE) | (self._columns.step[pages] > self._right_until)
-        found = pages[: int(ends_here.argmax())] if ends_here.any() else pages
+        more = pages[: int(ends_here.argmax())] if ends_here.any() else pages
+        row.found = found = np.concatenate((known, more)) if len(more) else known
+        row.num_given_up = self._num_given_up
         if self._has_states:
             ends = len(found) * self._page_size, len(token_ids) - 1
             row.states_at = tuple(end // self._spacing * self._spacing for end in ends)
@@ -385,16 +402,14 @@ class PrefixCache:
 
     def _longest(self, found: Found) -> int:
         """The number of these pages that a row can begin with: every page in its windows is there, and its state."""
-        longest, present = 0, [0] * len(self._windowed)
-        for num_pages, page in enumerate(found.tolist(), 1):
-            is_whole = not self._has_states or page in self._states
-            for at, (space, pages) in enumerate(self._windowed):
-                present[at] = 0 if self._columns.num_rows[space, page] == NOT_KEPT else present[at] + 1
-                first = pages.pages.first_needed(num_pages * self._page_size, self._page_size)
-                is_whole &= present[at] >= num_pages - first
-            if is_whole:
-                longest = num_pages
-        return longest
+        ends = np.arange(1, len(found) + 1)
+        are_whole = np.ones(len(found), np.bool_)
+        for space, pages in self._windowed:
+            is_gone = self._columns.num_rows[space, found] == NOT_KEPT
+            end_of_gone = np.maximum.accumulate(np.where(is_gone, ends, 0))
+            are_whole &= end_of_gone <= pages.pages.first_needed(ends * self._page_size, self._page_size)
+        whole = reversed(ends[are_whole].tolist())
+        return next((end for end in whole if not self._has_states or int(found[end - 1]) in self._states), 0)
 
     def _next_move(self, row: CachedRow) -> int:
         """The number of tokens that row will have stored when the next page leaves a window."""
@@ -463,6 +478,7 @@ class PrefixCache:
 
     def _give_up(self, pages: Collection[int]) -> None:
         """Forgets which rows hold pages, which are to be dropped."""
+        self._num_given_up += len(pages) > 0
         at = np.fromiter(pages, np.int64, len(pages))
         for idle in self._idle:
             idle.remove(at)

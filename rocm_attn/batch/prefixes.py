@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -46,12 +47,13 @@ class PrefixGroup:
     prefix_len: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class SharedPrefixes:
     """The prefix groups of a decode step, in the order of its sequences; every sequence is in one.
 
     Pass the same object in each step of the same requests: its groups are then checked against their pages only once.
 
+    num_seqs:    sequences of all groups
     prefix_len:  int32 [num_seqs]  tokens that the sequence shares with its group
     group_begin: int32 [num_seqs]  the first sequence of its group
     group_end:   int32 [num_seqs]  one past the last
@@ -60,9 +62,7 @@ class SharedPrefixes:
     """
 
     groups: Sequence[PrefixGroup]
-    prefix_len: _Int32Array = field(init=False)
-    group_begin: _Int32Array = field(init=False)
-    group_end: _Int32Array = field(init=False)
+    num_seqs: int = field(init=False)
 
     def __post_init__(self) -> None:
         require_kind("groups", self.groups, Sequence, BadBatch)
@@ -77,16 +77,32 @@ class SharedPrefixes:
         lengths = [min(_MOST, whole_number("prefix_len of a group", group.prefix_len)) for group in self.groups]
         if min(lengths, default=0) < 0:
             raise BadBatch(f"a group has a prefix of {min(lengths)} tokens; it must be 0 or more")
-        ends = np.cumsum(counts, dtype=np.int32)
         object.__setattr__(self, "groups", tuple(self.groups))
-        for name, of_group in (
-            ("prefix_len", np.array(lengths, np.int32)),
-            ("group_begin", ends - np.array(counts, np.int32)),
-            ("group_end", ends),
-        ):
-            repeated = np.repeat(of_group, counts)
-            repeated.flags.writeable = False  # a step reads the array that was checked
-            object.__setattr__(self, name, repeated)
+        object.__setattr__(self, "num_seqs", sum(counts))
+
+    # Made after check(): more sequences than a step may have would take all memory.
+
+    @cached_property
+    def prefix_len(self) -> _Int32Array:
+        return self._of_seqs([min(_MOST, group.prefix_len) for group in self.groups])
+
+    @cached_property
+    def group_begin(self) -> _Int32Array:
+        return self._of_seqs(self._ends - np.diff(self._ends, prepend=0))
+
+    @cached_property
+    def group_end(self) -> _Int32Array:
+        return self._of_seqs(self._ends)
+
+    @property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return np.cumsum([group.num_seqs for group in self.groups], dtype=np.int64)
+
+    def _of_seqs(self, of_groups: npt.ArrayLike) -> _Int32Array:
+        """Each group's number, for each of its sequences."""
+        repeated = np.repeat(np.array(of_groups, np.int32), [group.num_seqs for group in self.groups])
+        repeated.flags.writeable = False  # a step reads the array that was checked
+        return repeated
 
     def check(self, kv_len: _Int32Array, *, decodes: bool) -> None:
         """Refuses groups that do not fit a step. Raises BadBatch.
@@ -96,7 +112,7 @@ class SharedPrefixes:
         """
         if not decodes:
             raise BadBatch("only decode steps can share prefixes; leave them out of a step with other new tokens")
-        if len(self.group_end) != len(kv_len):
+        if self.num_seqs != len(kv_len):
             counts = [group.num_seqs for group in self.groups]
             raise BadBatch(
                 f"groups have {_listed(counts)} sequences and the step has {len(kv_len)}; put every sequence into "
@@ -143,7 +159,7 @@ class SharedPrefixes:
 
     def alone(self) -> Prefixes:
         """The same number of sequences, each in a group of its own that shares nothing."""
-        return SharedPrefixes([PrefixGroup(1, 0)] * len(self.group_end))
+        return SharedPrefixes([PrefixGroup(1, 0)] * self.num_seqs)
 
 
 Prefixes = NoPrefixes | SharedPrefixes

@@ -27,7 +27,7 @@ from rocm_attn.paging.storage import PagePool
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 # The version of the passport and of the buffer's order. Any other version is refused.
-VERSION = 4
+VERSION = 5
 ALIGNMENT = 16
 
 

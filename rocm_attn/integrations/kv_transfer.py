@@ -1,7 +1,7 @@
 """KVExporter and KVImporter copy a request's K and V from pages into a contiguous buffer, and from there into pages.
 
 They serve engines with disaggregated prefill, or with external KV stores. The engine sends the bytes. This module only
-gathers and scatters them, by launches on the current stream, without waiting for the device.
+gathers and scatters them, by launches on the current stream. Only import_row() waits for the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.convert import code_tables, token_factor
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.request_table import RequestTable
-from rocm_attn.paging.state_record import num_record_bytes, read_head, read_state, write_record
+from rocm_attn.paging.state_record import RecordHead, num_record_bytes, read_head, read_state, write_record, write_sum
 from rocm_attn.providers.launches import MoveRows
 from rocm_attn.runtime import AttentionRuntime
 
@@ -266,7 +266,7 @@ class KVExporter(_Mover):
         return KVExtent(kv_len, first)
 
     def num_bytes(self, extent: KVExtent) -> int:
-        """Returns the size in bytes of a buffer for all layers, recurrent ones included."""
+        """Returns the size in bytes of a buffer for all layers, recurrent ones included, and the checksum."""
         return _num_bytes(stretches(self.passport, extent, self._all)) + num_record_bytes(self._states)
 
     def num_layer_bytes(self, extent: KVExtent, layer: int) -> int:
@@ -276,7 +276,7 @@ class KVExporter(_Mover):
     def export_row(self, row: int, kv_len: int, buffer: Tensor) -> KVExtent:
         """Copies the first kv_len tokens of a runtime's row into a buffer, without those that have left a window.
 
-        The recurrent state after these tokens follows.
+        A checksum follows, and the recurrent state after these tokens.
 
         buffer: uint8 [num_bytes(extent) or more], contiguous, on the device, at a multiple of 16 bytes
         Raises BadBatch for tokens that are not stored, or without a state after them; BadTensor; WrongState, also while
@@ -286,12 +286,13 @@ class KVExporter(_Mover):
         extent = self.extent(pages, kv_len)
         # Another row with these pages may have more tokens in the last one.
         self._must_have_stored(row, self._all, kv_len)
+        used = self._buffer(buffer, self.num_bytes(extent))
         if self._states.is_empty:
-            self.export(pages, extent, buffer)
+            self.export(pages, extent, used)
+            write_sum(self._states, extent.kv_len, used)
             return extent
         with idle(self._owner, "states cannot be exported"):
             source = self._runtime.table.states.source_of(row, kv_len)
-            used = self._buffer(buffer, self.num_bytes(extent))
             self.export(pages, extent, used)
             write_record(self._states, source, used)
         return extent
@@ -390,7 +391,7 @@ class KVImporter(_Mover):
     def import_row(self, row: int, extent: KVExtent, buffer: Tensor) -> None:
         """Copies an extent into a row's pages, for all layers, and marks its tokens as stored.
 
-        With recurrent layers it waits for the device, to verify the checksum of the state and the tokens.
+        It waits for the device, to verify the checksum; import_pages() and then table.mark_stored() do not.
 
         row: a row from admit(), which shares no pages, and in which no step has stored
         buffer: a buffer that KVExporter.export_row() filled
@@ -401,19 +402,17 @@ class KVImporter(_Mover):
         if extent.kv_len > room:
             raise BadBatch(f"row {row} has room for {room} tokens, and {extent.kv_len} were sent; reserve() it first")
         with idle(self._owner, "KV cannot be imported"):
-            if self._states.is_empty:
-                self._import_idle(self._all, pages, extent, buffer)
-                self._runtime.table.mark_stored([row], [extent.kv_len])
-            else:
-                self._import_with_state(row, pages, extent, buffer)
+            num_bytes = _num_bytes(stretches(self.source, extent, self._all)) + num_record_bytes(self._states)
+            used = self._buffer(buffer, num_bytes)
+            head = read_head(self._states, used)
+            self._runtime.guards.table.sent_state(head, extent.kv_len, self._states.recurrent.kept)
+            self._import_idle(self._all, pages, extent, used)
+            self._runtime.table.mark_stored([row], [extent.kv_len])
+            if not self._states.is_empty:
+                self._take_state(row, extent, head, used)
 
-    def _import_with_state(self, row: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        num_bytes = _num_bytes(stretches(self.source, extent, self._all)) + num_record_bytes(self._states)
-        used = self._buffer(buffer, num_bytes)
-        head = read_head(self._states, used)
-        self._runtime.guards.table.sent_state(head, extent.kv_len, self._states.recurrent.kept)
-        self._import_idle(self._all, pages, extent, used)
-        self._runtime.table.mark_stored([row], [extent.kv_len])
+    def _take_state(self, row: int, extent: KVExtent, head: RecordHead, used: Tensor) -> None:
+        """Gives a row the state of a record."""
         of_row, kv_len = np.array([row], np.int32), np.array([extent.kv_len], np.int32)
         slots, headers = self._runtime.table.states.give(self._states, of_row, kv_len)
         headers[:, 2] = head.folded  # the next step folds the others, which are kept next to the state

@@ -22,6 +22,7 @@ GATED_DELTA = Rule("gated delta rule", Update.DELTA)
 KIMI_DELTA = Rule("Kimi delta attention", Update.DELTA, channel_decay=True)
 STATE_SPACE = Rule("Mamba2", Update.SUM, scale=1.0, normalises=False, norms_groups=True)
 
+_LEAST_WIDTH = 2  # of a convolution: the kernels keep the inputs before a token's own
 _LINEAR = "linear_attention"
 _TYPES = (_LINEAR, "full_attention", "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 
@@ -86,7 +87,7 @@ def gated_delta(fields: Fields) -> RecurrentLayer:
             f"{shown(fields.values.get('mamba_ssm_dtype'))}; give a multiple of the second, and float32 or nothing"
         )
     key_dim, value_dim = fields.count("linear_key_head_dim"), fields.count("linear_value_head_dim")
-    width = fields.count("linear_conv_kernel_dim")
+    width = fields.count("linear_conv_kernel_dim", least=_LEAST_WIDTH)
     return RecurrentLayer(GATED_DELTA, key_heads, value_heads, key_dim, value_dim, width)
 
 
@@ -98,10 +99,12 @@ def by_key_head(fields: Fields) -> RecurrentProjections:
 def kimi_delta(fields: Fields) -> RecurrentLayer:
     """Kimi's recurrent layer, whose sizes may be in linear_attn_config."""
     older = fields.inner("linear_attn_config")
-    names = {"num_heads": "num_heads", "head_dim": "head_dim", "short_conv_kernel_size": "conv_kernel_dim"}
-    heads, dim, width = (
-        older.count(old) if older.has(old) else fields.count(f"linear_{name}") for old, name in names.items()
-    )
+
+    def count(old: str, name: str, least: int = 1) -> int:
+        return older.count(old, least=least) if older.has(old) else fields.count(f"linear_{name}", least=least)
+
+    heads, dim = count("num_heads", "num_heads"), count("head_dim", "head_dim")
+    width = count("short_conv_kernel_size", "conv_kernel_dim", _LEAST_WIDTH)
     return RecurrentLayer(KIMI_DELTA, heads, heads, dim, dim, width)
 
 
@@ -126,7 +129,7 @@ def mamba(fields: Fields) -> RecurrentLayer:
         raise BadModel(
             f"config.json: time_step_limit is {shown(fields.values['time_step_limit'])}; it must be 0 and infinity"
         )
-    rows, width = (fields.count(f"mamba_{name}") for name in ("d_state", "d_conv"))
+    rows, width = fields.count("mamba_d_state"), fields.count("mamba_d_conv", least=_LEAST_WIDTH)
     return RecurrentLayer(STATE_SPACE, groups, heads, rows, dim, width)
 
 

@@ -59,7 +59,7 @@ class TableGuards:
     sources:    copies that no launch has made yet -> pages without holders that are not handed out yet
     new_tokens: makes the record of tokens that neither a fork nor its parent stores again
     is_kept:    given ids, ids in their places -> which of them are kept
-    sent_state: refuses a record of a state that is not the one after the tokens which came with it
+    sent_state: refuses a buffer with changed bytes, and a state that is not the one after the tokens which came with it
     """
 
     row_width: Callable[[int, int], None] = within_the_row

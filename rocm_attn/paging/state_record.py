@@ -1,8 +1,9 @@
-"""A state record: a request's recurrent state of all layers as bytes, for KVExporter and KVImporter.
+"""A record: the checksum of a request's tokens, and its recurrent state if it has any, for KVExporter and KVImporter.
 
-It is int64 words in lines of 32. The first line has the token count of the state, and how many of these are folded into
-it; then come the bytes of a slot, which are whole lines. K and V of the same tokens are in the same buffer. One more
-word of the first line is a checksum: it is chosen so that, over the lines of the record and then those of the tokens,
+It is int64 words in lines of 32. The first line has the token count, and how many of these are folded into the state;
+then come the bytes of a slot, which are whole lines: none without recurrent layers, where all tokens count as folded. K
+and V of the same tokens are in the same buffer. One more word of the first line is a checksum: it is chosen so that,
+over the lines of the record and then those of the tokens,
 
     sum over lines i of (2 * i + 1) * (sum of the words of line i) = 0   modulo 2**64
 
@@ -42,14 +43,14 @@ class RecordHead:
 
 
 def must_be_after(head: RecordHead, kv_len: int, kept: int) -> None:
-    """Raises BadTensor unless a record holds, unchanged, the state after the kv_len tokens that came with it.
+    """Raises BadTensor unless a record is that of the kv_len tokens that came with it, and all is unchanged.
 
     kept: the most tokens next to a state
     """
     if head.checksum:
         raise BadTensor(
-            "the bytes of the state and its tokens are not those that export_row() wrote, because their checksum "
-            "differs; send the buffer again, with its own extent"
+            "the buffer's bytes are not those that export_row() wrote, because their checksum differs; send the buffer "
+            "again, with its own extent"
         )
     if head.tokens == 0:
         raise BadTensor(
@@ -64,8 +65,19 @@ def must_be_after(head: RecordHead, kv_len: int, kept: int) -> None:
 
 
 def num_record_bytes(states: StatePool) -> int:
-    """Returns the bytes of a record: those of a slot, and a line; 0 if there are no recurrent layers."""
-    return 0 if states.is_empty else _HEAD_BYTES + states.memory.shape[1]
+    """Returns the bytes of a record: a line, and those of a slot if there are recurrent layers."""
+    return _HEAD_BYTES + states.memory.shape[1]
+
+
+def write_sum(states: StatePool, kv_len: int, buffer: Tensor) -> None:
+    """Writes the record of kv_len tokens of a model without recurrent layers, without waiting for the device.
+
+    buffer: as write_record()
+    """
+    tokens, record = _cut(states, buffer)
+    record.zero_()
+    record[: _FOLDED + 1].fill_(kv_len)
+    record[_CHECK].copy_(-_checksum(record, tokens))
 
 
 def write_record(states: StatePool, source: StateSource, buffer: Tensor) -> None:

@@ -30,6 +30,8 @@ from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.padding import PaddingPolicy
 from rocm_attn.batch.step_batch import Int32Array, Integers, StepBatch, as_int32, has_repeats
 from rocm_attn.errors import BadBatch, WrongState
+from rocm_attn.hip_graphs.errors import RecordingRefused
+from rocm_attn.kernels.launch import observers
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import StreamOrder, is_current, on_device
 from rocm_attn.paging.batch_checks import BatchGuards
@@ -106,6 +108,7 @@ StepState = NewType("StepState", str)
 IDLE = StepState("no step was begun")
 STAGED = StepState("a step was staged and its metadata is not filled yet")
 RUNNING = StepState("a step is running")
+RECORDED = StepState("a step is recorded on a CPU, thread by thread")
 _STEP = "step"
 
 
@@ -473,7 +476,7 @@ class StepGate:
             for part in step.parts:
                 part.tree.begin()
         self._may_move = True  # a capture runs its step several times
-        self.holder.state = RUNNING
+        self.holder.state = RECORDED if get_ident() in observers else RUNNING
 
     def running(self, number: int) -> LayerCalls:
         """The layers of a part of the running step. number: Part.number. Raises WrongState."""
@@ -486,7 +489,7 @@ class StepGate:
 
     def running_batch(self) -> StepBatch:
         """The batch of the step that runs. Raises WrongState."""
-        if self.holder.state is not RUNNING or self._staged is None:
+        if self.holder.state not in (RUNNING, RECORDED) or self._staged is None:
             raise self._not_running("this needs")
         return self._staged[0]
 
@@ -530,7 +533,17 @@ class StepGate:
     def _require(self, children: object) -> None:
         """Raises WrongState unless the layers of the step with these children may store and attend now."""
         if self.holder.state is not RUNNING:
-            raise self._not_running("store and attend need")
+            self._require_recorded()
         if self._step is None or children is not self._step.children:
             raise WrongState("the step of these layers has ended; call the layers of the running step")
         self._streams.join()
+
+    def _require_recorded(self) -> None:
+        """Raises WrongState unless the step is recorded, and RecordingRefused in another thread than its own."""
+        if self.holder.state is not RECORDED:
+            raise self._not_running("store and attend need")
+        if observers and not self.holder.is_mine:
+            raise RecordingRefused(
+                "a layer was called from another thread than the one that records the step, so replays would lack it; "
+                "on a CPU call layers from the thread that forward runs in, or build the StepRunner without a recorder"
+            )

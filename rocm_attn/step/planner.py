@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import NO_DRAFTS, Drafts
-from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.mask import NO_MASK, StepMask, TokenSpans
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits, is_prefill, require_pad_to
 from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import FEW_TOKENS, Extra, StepKind
-from rocm_attn.errors import BadBatch, BadSetting, BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.problem import require_cells
 from rocm_attn.providers.contract import Baked
@@ -107,8 +106,6 @@ class Planner:
             )
         plan = self._plan_of_sizes.get(sizes)
         if plan is None:
-            if num_children not in (1, HALVES):
-                raise BadSetting(f"halves is {num_children!r}; it must be 1, or {HALVES} for a step in two halves")
             shape_of = self.padding.shape if num_children == 1 else self.padding.split_shape
             shape = shape_of(batch, pad_to)
             # If ranks agree on sizes, none of them has a bucket of its own.

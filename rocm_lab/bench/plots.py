@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ class Picture:
 
     @classmethod
     def of(cls, suite: str, rows: Sequence[Mapping[str, Any]]) -> Picture:
-        """Makes a picture of rows with a result. The others have no bar."""
+        """Makes a picture of rows with a result. The others have no bar. Cases of one name are numbered, in order."""
+        rows = _numbered(rows)
         timed = [row for row in rows if row["status"] == OK]
         return cls(
             suite,
@@ -38,6 +40,17 @@ class Picture:
             {row["case"]: row["lower_bound_us"] for row in rows},
             {(row["case"], row["provider"]): row["us"] for row in timed},
         )
+
+
+def _numbered(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows, of which the second of a provider with a case's name has the case "name (2)", and so on."""
+    seen, numbered = Counter[tuple[str, str]](), list[Mapping[str, Any]]()
+    for row in rows:
+        of_one_name = row["case"], row["provider"]
+        seen[of_one_name] += 1
+        nth = seen[of_one_name]
+        numbered.append({**row, "case": f"{row['case']} ({nth})"} if nth > 1 else row)
+    return numbered
 
 
 def pictures_of(kept: ResultFile) -> list[Picture]:

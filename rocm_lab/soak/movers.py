@@ -17,14 +17,14 @@ from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 class Sent:
     """An export: a buffer, and the entries that its tokens look up. by_layers: each layer has a stretch of its own
 
-    has_state: whether the states of recurrent layers are in it, if there are any
+    is_checked: whether the checksum is in it, with the states of recurrent layers
     """
 
     extent: KVExtent
     buffer: Tensor
     stored: list[int]
     by_layers: bool = False
-    has_state: bool = True
+    is_checked: bool = True
 
 
 @dataclass(slots=True)

@@ -194,7 +194,10 @@ def _out_of_windows(scene: Scene, row: int, first: int, last: int) -> int:
 
 
 def _judge_checkpoints(scene: Scene, row: int, first: int, due: Bools, have: Bools, free: int) -> None:
-    """A page is kept with a state where it is due, as long as one is free; it is due where the row must go on."""
+    """A page is kept with a state where it is due, as long as one is free.
+
+    It is due where the row must go on, unless the host does not know where that is.
+    """
     if not scene.model.recurrent:
         if not have.all():
             raise Finding("a page is kept without a state, and no layer is recurrent")
@@ -202,7 +205,7 @@ def _judge_checkpoints(scene: Scene, row: int, first: int, due: Bools, have: Boo
     wanted = due & (np.cumsum(due) <= free)
     if have.tolist() != wanted.tolist():
         raise Finding(f"states of row {row} were due {due.tolist()} with {free} free, and are kept {have.tolist()}")
-    for place, is_due in enumerate(due.tolist()):
+    for place, is_due in enumerate([] if row in scene.going_on.untracked else due.tolist()):
         end = (first + place + 1) * scene.page_size
         if not is_due and end % scene.spacing == 0 and scene.going_on.surely(row, end):
             raise Finding(f"row {row} must go on after {end} tokens, and no state is due there")
@@ -330,8 +333,7 @@ def _export(scene: Scene, way: str) -> None:
     if given is not REFUSED and kv_len <= length:
         stored = scene.oracle.kv[row][:kv_len]
         extent, buffer = given
-        has_state = not scene.model.recurrent or way == "row"
-        scene.sent.append(Sent(extent, buffer, stored, by_layers=way == "layers", has_state=has_state))
+        scene.sent.append(Sent(extent, buffer, stored, by_layers=way == "layers", is_checked=way == "row"))
 
 
 def import_row(scene: Scene) -> None:
@@ -350,7 +352,7 @@ def import_row(scene: Scene) -> None:
     scene.unsure.add(row)  # what its window needs is not there yet
     target = row if scene.kind == "windows" or scene.rng.random() < 0.8 else scene.a_row()
     buffer, spoiled = _on_its_way(scene, sent)
-    wrong = "no state was sent" if not sent.has_state else spoiled
+    wrong = "no checksum was sent" if not sent.is_checked else spoiled
     given = scene.call(
         f"import into row {target}",
         lambda: scene.movers.importer.import_row(target, sent.extent, buffer),
@@ -367,15 +369,15 @@ def import_row(scene: Scene) -> None:
 
 
 def _on_its_way(scene: Scene, sent: Sent) -> tuple[Tensor, str]:
-    """The buffer as it arrives, and why it is wrong: of states, some have changed bytes or are those of others."""
-    if not scene.model.recurrent or not sent.has_state or scene.rng.random() < 0.7:
+    """The buffer as it arrives, and why it is wrong: some have changed bytes, or the checksum and state of others."""
+    if not sent.is_checked or scene.rng.random() < 0.7:
         return sent.buffer, ""
     spoiled = sent.buffer.clone()
     record = 256 + scene.runtime.states.memory.shape[1]
-    others = [each for each in scene.sent if each.has_state and each.stored != sent.stored]
+    others = [each for each in scene.sent if each.is_checked and each.stored != sent.stored]
     if others and scene.rng.random() < 0.6:
         spoiled[-record:] = scene.rng.choice(others).buffer[-record:]
-        return spoiled, "its state is that of other tokens"
+        return spoiled, "its checksum is that of other tokens"
     at = scene.rng.randrange(len(spoiled))
     spoiled[at] ^= 1 << scene.rng.randrange(8)
     return spoiled, f"byte {at} has changed"

@@ -9,8 +9,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -63,6 +63,15 @@ class OrderedText:
         while self._live < len(self._done) and self._done[self._live]:
             self._write("\n")
             self._turn_to(self._live + 1)
+
+    def end_early(self) -> None:
+        """Prints the complete texts that wait for their turn, after the live one, which is cut."""
+        later = [text for text in range(self._live + 1, len(self._done)) if self._done[text]]
+        for text in later:
+            self._write("\n")
+            self._turn_to(text)
+        if later:
+            self._write("\n")
 
     def _turn_to(self, text: int) -> None:
         self._live = text
@@ -211,14 +220,14 @@ def _serve(
     ):  # on a CPU a graph saves little, and is made once enough steps have paid for it
         engine.capture_all(ProgressBar(sys.stderr))
         engine.compile_all(ProgressBar(sys.stderr, "compiling"))
-    show = _progress(len(prompts)) if options.json else _texts(prompts)
-    ending = EarlyEnd(engine, len(requests), show)
-    try:
-        with ending if options.json else nullcontext():
-            completions: Sequence[Completion] = engine.generate(requests, ending.on_event)
-        failure = None
-    except RequestsFailed as failed:
-        completions, failure = failed.completions, failed
+    with nullcontext(_progress(len(prompts))) if options.json else _texts(prompts) as show:
+        ending = EarlyEnd(engine, len(requests), show)
+        try:
+            with ending if options.json else nullcontext():
+                completions: Sequence[Completion] = engine.generate(requests, ending.on_event)
+            failure = None
+        except RequestsFailed as failed:
+            completions, failure = failed.completions, failed
     if options.json:
         results = [_as_json(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         print(json.dumps({"results": results, "report": engine.report().as_dict()}))
@@ -269,8 +278,12 @@ def _progress(num_prompts: int) -> Callable[[Event], None]:
     return show
 
 
-def _texts(prompts: Sequence[str]) -> Callable[[Event], None]:
-    """Shows the text on stdout as it comes; several texts one after the other, under their prompts."""
+@contextmanager
+def _texts(prompts: Sequence[str]) -> Iterator[Callable[[Event], None]]:
+    """Shows the text on stdout as it comes; several texts one after the other, under their prompts.
+
+    At an interrupt or an error, texts that are complete and wait for their turn are printed.
+    """
     texts = OrderedText(sys.stdout, [_header(prompt) for prompt in prompts] if len(prompts) > 1 else [], len(prompts))
 
     def show(event: Event) -> None:
@@ -281,7 +294,10 @@ def _texts(prompts: Sequence[str]) -> Callable[[Event], None]:
         elif isinstance(event, AbortEvent) or event.finish_reason is not None:
             texts.finish(event.request)
 
-    return show
+    try:
+        yield show
+    finally:
+        texts.end_early()
 
 
 def _header(prompt: str) -> str:

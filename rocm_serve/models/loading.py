@@ -123,7 +123,9 @@ def default_dtype(path: str | Path, device_type: str) -> torch.dtype:
 
 def load_tokenizer(place: Path) -> Tokenizer | None:
     """The tokenizer of a directory or .gguf file; None for a directory without tokenizer.json. Raises BadModel."""
-    return _tokenizer_of_directory(place) if place.is_dir() else _tokenizer_of_gguf(GGUFFile(place))
+    if place.is_dir():
+        return _tokenizer_of_directory(place, _options_of_tokenizer(place))
+    return _tokenizer_of_gguf(GGUFFile(place))
 
 
 def _open_gguf(path: Path) -> ModelFiles:
@@ -134,10 +136,10 @@ def _open_gguf(path: Path) -> ModelFiles:
 def _open_directory(directory: Path) -> ModelFiles:
     if not (directory / "config.json").is_file():
         raise BadModel(f"{directory} has no config.json; give the directory of a Hugging Face model")
-    json = read_json(directory / "config.json")
-    config, tokenizer = config_from_json(json), _tokenizer_of_directory(directory)
+    json, options = read_json(directory / "config.json"), _options_of_tokenizer(directory)
+    config, tokenizer = config_from_json(json), _tokenizer_of_directory(directory, options)
     generation = Fields(_json_if_there(directory / "generation_config.json"), "generation_config.json")
-    of_tokenizer = (token for token in _ends_of(tokenizer, directory) if token < config.vocab_size)
+    of_tokenizer = (token for token in _ends_of(tokenizer, options) if token < config.vocab_size)
     ends = dict.fromkeys((*config.eos_token_ids, *generation.ids("eos_token_id"), *of_tokenizer))
     config = replace(config, eos_token_ids=tuple(ends))
     source: TensorSource = SafetensorsFiles(directory)
@@ -182,7 +184,7 @@ def _token_id(backend: tokenizers.Tokenizer, fields: Fields, name: str) -> int:
     return token_id
 
 
-def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:
+def _tokenizer_of_directory(directory: Path, options: Mapping[str, object]) -> Tokenizer | None:
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None
@@ -190,7 +192,6 @@ def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise BadModel(f"{path} is not a tokenizer ({error})") from error
-    options = _options_of_tokenizer(directory)
     template_file = directory / "chat_template.jinja"
     named: object = options.get("chat_template")
     if template_file.is_file():
@@ -200,11 +201,11 @@ def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:
     return Tokenizer(backend=backend, bos_token_id=None, chat_template=template_of(named, tokens))
 
 
-def _ends_of(tokenizer: Tokenizer | None, directory: Path) -> tuple[int, ...]:
+def _ends_of(tokenizer: Tokenizer | None, options: Mapping[str, object]) -> tuple[int, ...]:
     """The end token of tokenizer_config.json, if it is there. Some fine-tuned models name that of their turns nowhere
     else.
     """
-    text = _token_text(_options_of_tokenizer(directory).get("eos_token"))
+    text = _token_text(options.get("eos_token"))
     token = tokenizer.backend.token_to_id(text) if tokenizer is not None and text else None
     return () if token is None else (token,)
 

@@ -30,7 +30,14 @@ from rocm_serve.server.long_json import long_json
 from rocm_serve.server.observers import Observers
 from rocm_serve.server.parsing import BodyRoutes
 from rocm_serve.server.record import note_error, request_id
-from rocm_serve.server.replies import ChatReplies, CompletionReplies, PromptReport, Replies, without_new_tokens
+from rocm_serve.server.replies import (
+    ChatReplies,
+    CompletionReplies,
+    PromptReport,
+    Replies,
+    with_prompt_logprobs,
+    without_new_tokens,
+)
 from rocm_serve.server.response_replies import ResponseReplies
 from rocm_serve.server.responses_body import ResponsesBody
 from rocm_serve.server.schema import LEAST_DEADLINE_SECONDS, SHAPES, ChatBody, CompletionBody, GenerationBody
@@ -183,7 +190,8 @@ async def _answer(
     body: GenerationBody,
     replies: Replies,
 ) -> Response:
-    generation = await generations.begin(job, requests, body.n or 1)
+    num_choices = body.n or 1
+    generation = await generations.begin(job, requests, num_choices)
     if body.stream:
         return EventStream(generations, generation, replies, usage=body.includes_usage)
     completions = await generation.completions()
@@ -192,6 +200,7 @@ async def _answer(
     usage = generation.usage(sum(len(each.token_ids) for each in completions))
     if requests[0].logprobs == requests[0].prompt_logprobs == NO_LOGPROBS:
         return JSONResponse(replies.whole(completions, usage))
+    completions = with_prompt_logprobs(completions, num_choices)
     # Logprobs decode every token again, and up to 20 others with it: a long answer would block the event loop.
     answer = await asyncio.to_thread(lambda: long_json(replies.whole(completions, usage)))
     return Response(answer, media_type="application/json")

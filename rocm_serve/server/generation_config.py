@@ -18,6 +18,8 @@ OF_MODEL, OF_OPENAI = "auto", "none"
 OPENAI_DEFAULTS = Sampling(temperature=1.0)
 
 _FILE = "generation_config.json"
+# Tokens that transformers forces or forbids at one place of an answer.
+_AT_PLACES = ("begin_suppress_tokens", "forced_bos_token_id", "forced_decoder_ids", "forced_eos_token_id")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 
@@ -46,6 +48,12 @@ def defaults_from(generation_config: str, model: str) -> Sampling:
 def _read(file: Path) -> Sampling:
     """Returns the defaults of a file, and OpenAI's for all that it does not say. Raises BadModel."""
     fields = Fields(read_json(file), str(file))
+    refused = [name for name in _AT_PLACES if fields.values.get(name) not in (None, [])]
+    if refused:
+        raise BadModel(
+            f"{file} sets {', '.join(refused)}, which forces or forbids tokens at one place of an answer, and is not "
+            "served; remove it from the file, or set --generation-config none"
+        )
     said: dict[str, Any] = {
         name: 0.0 if fields.values[name] == 0 else fields.positive(name) for name in _NUMBERS if fields.has(name)
     }

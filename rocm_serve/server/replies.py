@@ -91,6 +91,14 @@ def without_new_tokens(completion: Completion) -> Completion:
     return replace(completion, token_ids=(), text="", logprobs=(), finish_reason="length")
 
 
+def with_prompt_logprobs(completions: Sequence[Completion], num_choices: int) -> list[Completion]:
+    """Returns completions that all have the logprobs of their prompts, which each prompt's first choice has."""
+    return [
+        replace(each, prompt_logprobs=completions[place - place % num_choices].prompt_logprobs)
+        for place, each in enumerate(completions)
+    ]
+
+
 class _WithChoices:
     """The common part of answers with choices.
 
@@ -225,7 +233,7 @@ class ChatReplies(_WithChoices):
         """Returns the whole answer."""
         choices = [self._choice(index, each) for index, each in enumerate(completions)]
         whole = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage.as_dict()}
-        return whole | self._of_prompt(completions[0].prompt_logprobs)  # all choices have the same
+        return whole | self._of_prompt(completions[0].prompt_logprobs)
 
     def opening(self, index: int) -> list[Json]:
         """Returns the chunk before a choice's first piece, which has the role."""

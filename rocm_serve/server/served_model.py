@@ -19,6 +19,7 @@ from rocm_attn.errors import BadRequest
 from rocm_attn.machine.choices import AUTO
 from rocm_serve.limits import RequestLimits
 from rocm_serve.request import Request
+from rocm_serve.sampling.logprobs import NO_LOGPROBS
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.api_errors import ApiError, bad_request
 from rocm_serve.server.call_forms import form_of, reasoning_of, require_tools, with_ids
@@ -316,7 +317,8 @@ class ServedModel:
                 ignore_eos=bool(body.ignore_eos),
                 min_tokens=body.min_tokens or 0,
                 logprobs=body.num_logprobs,
-                prompt_logprobs=body.num_prompt_logprobs,
+                # One choice computes those of the prompt for all (replies.with_prompt_logprobs).
+                prompt_logprobs=NO_LOGPROBS if choice else body.num_prompt_logprobs,
                 include_stop=bool(body.include_stop_str_in_output),
                 priority=body.priority or 0,
                 constraint=constraint,

@@ -13,7 +13,7 @@ import torch
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.compare import Allowed, Change, ComparedCase, compare, ratio_of_medians
-from rocm_lab.bench.plots import draw
+from rocm_lab.bench.plots import draw, pictures_of
 from rocm_lab.bench.result_file import SCHEMA, head, read_result, write_json
 
 
@@ -226,6 +226,14 @@ def test_a_picture_is_drawn_for_each_suite_the_same_one_each_time(tmp_path: Path
     assert [path.name for path in paths[0]] == ["run_decode.png", "run_odd_dims.png"]
     assert [path.read_bytes() for path in paths[0]] == [path.read_bytes() for path in paths[-1]]
     assert paths[0][0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_one_name_have_a_bar_each(tmp_path: Path) -> None:
+    """Layers that differ in their scale alone have one: the last row's bar was the only one."""
+    rows = [row("one", samples(us, 0.01, 1), provider) for us in (100, 200) for provider in ("triton", "torch")]
+    (picture,) = pictures_of(read_result(result_file(tmp_path / "a.json", [*rows, row("one", [], "torch")])))
+    assert picture.cases == ("one", "one (2)", "one (3)")
+    assert [picture.us[case, "torch"] for case in picture.cases[:2]] == [rows[1]["us"], rows[3]["us"]]
 
 
 def test_times_of_the_host_have_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

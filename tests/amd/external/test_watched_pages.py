@@ -37,8 +37,10 @@ class InPlace(SGLang):
 each_table = pytest.mark.parametrize("make", [SGLang, InPlace])
 
 
-def watched(make: MakeEngine, page_size: int, device: torch.device, provider: str) -> Engine:
-    return make(page_size, device=device, provider=provider, empty=3.0, watches_pages=True)
+def watched(
+    make: MakeEngine, page_size: int, device: torch.device, provider: str, windows: tuple[int, ...] = (-1,)
+) -> Engine:
+    return make(page_size, device=device, provider=provider, empty=3.0, watches_pages=True, windows=windows)
 
 
 def share(engine: Engine, one: Request, pages: int) -> Request:
@@ -84,6 +86,27 @@ def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_reported(
     assert_reported(engine)
     engine.run([second, third], [1, 1])
     engine.attention.check_device()
+
+
+@each_page_size
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_page_before_a_window_is_reported_unless_its_entry_was_zeroed_when_it_was_freed(
+    zeroes: bool, page_size: int, device: torch.device, provider: str
+) -> None:
+    engine = watched(InPlace, page_size, device, provider, windows=(8,))
+    (first,) = engine.begun(40)
+    stale = list(first.pages[Space.FULL])
+    engine.evict(first, 32)
+    if not zeroes:
+        first.pages[Space.FULL][:] = stale
+    engine.free[Space.FULL].sort(key=stale.__contains__)  # the freed ones are the next to be allocated
+    (second,) = engine.begun(20)
+    engine.attention.check_device()
+    engine.run_unseen([first, second], [1, 1])
+    if zeroes:
+        engine.attention.check_device()
+    else:
+        assert_reported(engine)
 
 
 @pytest.mark.fast

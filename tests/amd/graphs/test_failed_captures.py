@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rocm_attn.errors import DeviceFault, GraphStale
 from rocm_attn.hip_graphs.recorder import Recording
 from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.protocols import LayerCalls, WrappedLayers
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, WrappedRecorder, same, serve
 from tests.amd.ranks import among_all, on_every_rank
@@ -92,6 +94,26 @@ def test_a_forward_that_raises_in_capture_all_is_named_and_its_graph_is_made_lat
     assert len(report.buckets) == 1
     assert same(serve(runner, tiny.runtime), eager_of(Tiny.build(CPU, "torch", [2, 4]), SERVED))
     assert (runner.counters.graphs_off, runner.counters.replays) == ("", len(SERVED) - 1)
+
+
+class InAThread(WrappedLayers):
+    """Layer calls that are made in a thread of their own."""
+
+    def __init__(self, inner: LayerCalls) -> None:
+        self._inner = inner
+
+    def _call(self, name: str, layer: int, *given: Any, **named: Any) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(getattr(self._inner, name), layer, *given, **named).result()
+
+
+def test_layers_of_a_forwards_own_threads_are_refused_in_a_recording_on_a_cpu_and_run_in_eager_steps() -> None:
+    """A CPU's recording lacks the work of other threads, so an unchecked graph replayed old results."""
+    tiny = Tiny.build(CPU, "torch", [4])
+    tiny.around = InAThread
+    runner = tiny.runner(check=NO_CHECK)
+    assert same(serve(runner, tiny.runtime), eager())
+    assert "from another thread than the one that records the step" in runner.counters.graphs_off
 
 
 def test_an_interrupt_while_recording_reaches_the_caller_and_the_step_can_be_run_again() -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -243,6 +243,35 @@ def test_prompts_that_are_done_before_an_interrupt_are_printed_as_json(
     assert len(results[0]["token_ids"]) == 4
     assert printed.err.splitlines()[-1] == "rocm-attn: interrupted"
     assert signal.getsignal(by) == before
+
+
+@pytest.mark.usefixtures("heard")
+def test_texts_that_are_done_before_an_interrupt_are_printed_though_an_earlier_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish = generate_command.OrderedText.finish
+
+    def finish_and_interrupt(texts: generate_command.OrderedText, text: int) -> None:
+        finish(texts, text)
+        if text == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(generate_command.OrderedText, "finish", finish_and_interrupt)
+    lengths = iter([8, 8, 2, 8])
+    made = generate_command._request
+
+    def request(*given: Any) -> Request:
+        return replace(made(*given), max_new_tokens=next(lengths))
+
+    monkeypatch.setattr(generate_command, "_request", request)
+    command = ["generate", "--device", "cpu", "--provider", "torch", "--raw", "--max-batch-size", "3"]
+    assert main([*command, "w5 w6", "w1", "w9", "w4"]) == INTERRUPTED
+    printed = capsys.readouterr()
+    live, done = printed.out.split("\n\n")
+    assert live.startswith(">>> w5 w6\n")
+    assert done.startswith(">>> w9\n")
+    assert len(done.splitlines()[1].split()) == 2
+    assert printed.err.splitlines()[-1] == "rocm-attn: interrupted"
 
 
 @pytest.mark.usefixtures("heard")

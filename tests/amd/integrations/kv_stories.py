@@ -96,8 +96,12 @@ def exported(owner: Owner, pages: Pages, kv_len: int) -> tuple[KVExporter, KVExt
 
 
 def of_row(runtime: AttentionRuntime, row: int, kv_len: int) -> tuple[KVExporter, KVExtent, Tensor]:
-    """Returns the same of a runtime's row."""
-    return exported(runtime, KVExporter(runtime).pages_of(row, kv_len), kv_len)
+    """Returns the same of a runtime's row, with its checksum."""
+    exporter = KVExporter(runtime)
+    extent = exporter.extent(exporter.pages_of(row, kv_len), kv_len)
+    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=exporter.device)
+    exporter.export_row(row, kv_len, buffer)
+    return exporter, extent, buffer
 
 
 @contextmanager

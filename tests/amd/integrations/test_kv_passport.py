@@ -64,7 +64,7 @@ def test_a_passport_is_text_with_a_version() -> None:
     passport = KVPassport.of(runtime)
     assert KVPassport.from_json(passport.to_json()) == passport
     assert passport.layers[2].scale_values == ((1.0,), (1.0,), ())
-    for text in ("{}", "nonsense", "[]", '{"version": 4, "layers": [{}]}', "[" * 100_000):
+    for text in ("{}", "nonsense", "[]", '{"version": 5, "layers": [{}]}', "[" * 100_000):
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(text)
     for field, value in (
@@ -81,8 +81,8 @@ def test_a_passport_is_text_with_a_version() -> None:
         assert field in passport.to_json(), field
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(passport.to_json().replace(field, value))
-    with pytest.raises(BadSetting, match="version 1, and this release reads 4"):
-        KVPassport.from_json(passport.to_json().replace('"version": 4', '"version": 1'))
+    with pytest.raises(BadSetting, match="version 1, and this release reads 5"):
+        KVPassport.from_json(passport.to_json().replace('"version": 5', '"version": 1'))
 
 
 def test_a_buffer_holds_layers_in_order_each_stretch_at_a_multiple_of_16_bytes() -> None:

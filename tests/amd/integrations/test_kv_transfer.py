@@ -31,6 +31,8 @@ from tests.amd.integrations.kv_stories import (
 )
 from tests.amd.worlds.problems import small_problem
 
+SUM_BYTES = 256  # of the checksum at the end of a buffer
+
 
 @pytest.mark.fast(6, interpreted=0)
 @pytest.mark.parametrize("kv_len", [19, 1, 24])
@@ -49,6 +51,25 @@ def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
     new_row = moved(source, row, kv_len, target)
     assert all(map(torch.equal, story.decode(source, row, kv_len), story.decode(target, new_row, kv_len)))
     target.check_device()
+
+
+@pytest.mark.fast(2, interpreted=0)
+@pytest.mark.parametrize("model", ["codes with scales of tokens", "index keys"])
+def test_bytes_that_have_changed_on_their_way_are_refused(model: str, provider: str, device: torch.device) -> None:
+    problems = MODELS[model]
+    story, source = Story(problems, device), runtime_of(problems, device, provider)
+    target = runtime_of(problems, device, provider)
+    row = story.prefill(source, 11)
+    exporter, extent, good = of_row(source, row, 11)
+    importer = KVImporter(target, exporter.passport)
+    new_row = importer.admit(extent)
+    for place in (0, len(good) // 2, len(good) - SUM_BYTES - 1, len(good) - SUM_BYTES, len(good) - 1):
+        changed = good.clone()
+        changed[place] ^= 4
+        with unchanged(target), pytest.raises(BadTensor, match="bytes are not those that export_row"):
+            importer.import_row(new_row, extent, changed)
+    importer.import_row(new_row, extent, good)
+    assert all(map(torch.equal, story.decode(source, row, 11), story.decode(target, new_row, 11)))
 
 
 @pytest.mark.fast(interpreted=0)
@@ -157,7 +178,8 @@ def test_layers_of_one_space_may_come_from_different_ones(provider: str, device:
     with pytest.raises(NeverFits, match=str(2**40)):
         importer.admit(replace(extent, kv_len=2**40))
     stayed, new_row = story.prefill(target, 29), importer.admit(extent)
-    importer.import_row(new_row, extent, torch.cat(buffers))
+    importer.import_pages(importer.pages_of(new_row, 29), extent, torch.cat(buffers))
+    target.table.mark_stored([new_row], [29])
     assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
 
 
@@ -215,7 +237,7 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
     extent = exporter.extent(pages, 11)
     buffer = torch.full((exporter.num_bytes(extent),), POISON, dtype=torch.uint8, device=device)
     with pytest.raises(BadTensor, match="bytes that begin at a multiple"):
-        exporter.export(pages, extent, buffer[:-16])
+        exporter.export(pages, extent, buffer[: -SUM_BYTES - 16])
     with pytest.raises(BadTensor, match="8 after a multiple of 16"):
         exporter.export(pages, extent, torch.empty(len(buffer) + 8, dtype=torch.uint8, device=device)[8:])
     with pytest.raises(BadTensor, match="give contiguous uint8"):
@@ -239,6 +261,7 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
         importer.import_pages({Space.FULL: [3, 3, 4]}, extent, buffer)
     with unchanged(target), pytest.raises(BadBatch, match="sees tokens from 0 on"):
         importer.import_pages({Space.FULL: [0, 3, 4]}, extent, buffer)
+    exporter.export_row(row, 11, buffer)
     shared = target.table.admit()
     target.table.reserve(shared, 11)
     target.table.mark_stored([shared], [11])
@@ -351,7 +374,7 @@ def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device(device: torch.device) -> None:
+def test_nothing_but_import_row_waits_for_the_device(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("needs a GPU")
     problems = coded(FN, Scales.TOKEN)
@@ -364,7 +387,7 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         exporter.export_row(row, 19, buffer)
-        importer.import_row(importer.admit(extent), extent, buffer)
+        importer.import_pages(importer.pages_of(importer.admit(extent), 19), extent, buffer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -419,7 +442,7 @@ def test_pages_may_be_arrays_of_whole_numbers_as_the_table_gives_them(device: to
     again = torch.empty_like(buffer)
     target.table.mark_stored([new_row], [11])
     KVExporter(target).export_row(new_row, 11, again)
-    assert torch.equal(buffer, again)
+    assert torch.equal(buffer[:-SUM_BYTES], again[:-SUM_BYTES])
     with pytest.raises(BadBatch, match="the space 'full' holds float64; it must hold integers"):
         exporter.export({Space.FULL: pages + 0.5}, extent, buffer)  # type: ignore[dict-item]
 

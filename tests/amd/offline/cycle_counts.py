@@ -19,6 +19,8 @@ from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles, NoTiles
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
+from rocm_attn.problem import KVEncoding
+from rocm_attn.providers.tiles import extend_choices_of
 from rocm_attn.providers.triton_cdna import LIMITS, TRITONS
 from rocm_lab.cycles import rates
 from rocm_lab.cycles.count import LoopCount, count_loop, waves_of
@@ -30,7 +32,7 @@ from tests.amd.kernels.attention_cases import Case
 from tests.amd.kernels.cdna_cases import tiles_of_case
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import PLAIN
-from tests.amd.offline.candidate_kernels import DECODE_LAYERS, chosen_tiles, plain_decode
+from tests.amd.offline.candidate_kernels import DECODE_LAYERS, chosen_tiles, extend_kernels, plain_decode
 from tests.amd.offline.cdna_kernels import (
     KINDS,
     Latents,
@@ -128,7 +130,8 @@ def _others() -> Iterator[str]:
         if str(row) in SHOWN:
             yield from lines_of(row)
     for arch in EXTEND_ARCHS:
-        yield from (extend_line(arch, layer) for layer in EXTENDS)
+        for layer in EXTENDS:
+            yield extend_line(arch, layer) + plain_extend_line(arch, layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,18 @@ class ExtendedLayer:
     heads: tuple[int, int]
     dims: tuple[int, int]
     is_coded: bool
+
+    @property
+    def scales(self) -> Scales:
+        return Scales.HEAD if self.is_coded else Scales.NONE
+
+    def line(self, name: str, arch: str, kernel: CompiledKernel) -> str:
+        """The line of one of its kernels on an arch."""
+        count = count_of(kernel, arch)
+        assert count is not None
+        codes = f"-{EXTEND_CODES[arch].value.removeprefix('float8_')}" if self.is_coded else ""
+        of_layer = f"{'x'.join(map(str, self.heads))}-{'-'.join(map(str, self.dims))}-bfloat16{codes}-page16"
+        return f"| `{name}` | {arch} | {of_layer} | {cells(count)} |\n"
 
 
 EXTENDS = (
@@ -152,13 +167,17 @@ EXTENDS = (
 
 def extend_line(arch: str, layer: ExtendedLayer) -> str:
     """The line of extend for CDNA on an arch."""
-    kv, scales = (EXTEND_CODES[arch], Scales.HEAD) if layer.is_coded else (None, Scales.NONE)
-    kernel = compiled_extend(arch, replace(PLAIN, heads=layer.heads, dims=layer.dims, kv=kv, scales=scales))
-    count = count_of(kernel, arch)
-    assert count is not None
-    codes = "" if kv is None else f"-{kv.value.removeprefix('float8_')}"
-    of_layer = f"{'x'.join(map(str, layer.heads))}-{'-'.join(map(str, layer.dims))}-bfloat16{codes}-page16"
-    return f"| `{kernel.name}` | {arch} | {of_layer} | {cells(count)} |\n"
+    kv = EXTEND_CODES[arch] if layer.is_coded else None
+    kernel = compiled_extend(arch, replace(PLAIN, heads=layer.heads, dims=layer.dims, kv=kv, scales=layer.scales))
+    return layer.line(kernel.name, arch, kernel)
+
+
+def plain_extend_line(arch: str, layer: ExtendedLayer) -> str:
+    """The line of triton.extend, which serves such a layer's smaller steps, in its tiles for the largest ones."""
+    kv = KVEncoding(EXTEND_CODES[arch].value) if layer.is_coded else KVEncoding.LIKE_Q
+    row = Row(arch, layer.heads, layer.dims, torch.bfloat16, page_size=16, kv=kv, scales=layer.scales)
+    tiles = extend_choices_of(row.problems[0], known_target(arch))[-1].tiles
+    return layer.line("triton.extend", arch, extend_kernels(row, tiles)["_extend_kernel"])
 
 
 def lines_of(row: Row) -> Iterator[str]:

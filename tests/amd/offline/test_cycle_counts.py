@@ -20,6 +20,7 @@ from tests.amd.offline.cycle_counts import (
     extend_line,
     latent_line,
     lines_of,
+    plain_extend_line,
     plain_lines_of,
 )
 from tests.amd.offline.matrix import ROWS, Row
@@ -63,8 +64,11 @@ def test_the_counts_of_decode_are_current(row: Row) -> None:
         for arch in EXTEND_ARCHS
     ],
 )
-def test_the_count_of_extend_in_gluon_is_current(layer: ExtendedLayer, arch: str) -> None:
-    assert extend_line(arch, layer) in PAGE.read_text(), "python -m tests.amd.offline.cycle_counts docs"
+def test_the_counts_of_extend_in_gluon_and_of_plain_extend_are_current(layer: ExtendedLayer, arch: str) -> None:
+    page = PAGE.read_text()
+    assert extend_line(arch, layer) + plain_extend_line(arch, layer) in page, (
+        "python -m tests.amd.offline.cycle_counts docs"
+    )
 
 
 @NEEDS_ITS_TRITON

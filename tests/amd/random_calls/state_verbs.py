@@ -168,7 +168,7 @@ def masks_and_rounds(scene: Scene) -> None:
 
 def filled_from_elsewhere(scene: Scene) -> None:
     """A row goes back, and its pages are filled with other tokens: it has no state until it begins at token 0."""
-    sent = next((each for each in reversed(scene.sent) if not each.has_state and not each.by_layers), None)
+    sent = next((each for each in reversed(scene.sent) if not each.is_checked and not each.by_layers), None)
     rows = [row for row in scene.some() if scene.length(row)]
     if sent is None or not rows or scene.open is not None:
         return export_pages(scene)

@@ -233,6 +233,18 @@ def test_frequencies_of_yarn_equal_those_of_transformers(parameters: dict[str, A
     assert rope.scaling.attention_factor == pytest.approx(attention_factor)
 
 
+def test_a_kind_of_layers_has_the_yarn_of_a_model_with_its_parameters_alone() -> None:
+    """transformers 5.24 looks for truncate next to the kinds, and all else in the kind's own parameters."""
+    given = {**YARN, "original_max_position_embeddings": 4096, "truncate": False}
+    of_kinds = {"full_attention": given, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    sizes = {"head_dim": 128, "max_position_embeddings": 32768}
+    kinds = {"num_hidden_layers": 2, "layer_types": list(of_kinds), "rope_parameters": of_kinds}
+    config = small_hf_config("Gemma3", **sizes, **kinds)
+    read = config_from_json({**config.to_dict(), "architectures": ["Gemma3ForCausalLM"]})
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](small_hf_config("Llama", **sizes, rope_parameters=given))
+    torch.testing.assert_close(read.attending[0].rope.inv_freq(), expected)
+
+
 @pytest.mark.parametrize(
     ("parameters", "beside", "context_len"),
     [

@@ -270,6 +270,8 @@ SMALL_HYBRID = {
             "layer type .'sliding_attention'. is not served",
         ),
         ({**_MAMBA, "mamba_n_groups": 4}, BadModel, "mamba_n_heads is 6, mamba_d_head 32 and mamba_n_groups 4; .* 192"),
+        ({"linear_conv_kernel_dim": 1}, BadModel, "linear_conv_kernel_dim is 1; it must be at least 2"),
+        ({**_MAMBA, "mamba_d_conv": 1}, BadModel, "mamba_d_conv is 1; it must be at least 2"),
         ({**_MAMBA, "mamba_d_head": 16}, BadModel, "mamba_n_heads is 6, mamba_d_head 16 and mamba_n_groups 3"),
         ({**_MAMBA, "time_step_limit": [0.0, 0.1]}, BadModel, r"time_step_limit is \[0.0, 0.1\]; it must be 0 and inf"),
         ({"layer_types": ["linear_attention"] * 3}, BadModel, "3 layer_types for num_hidden_layers 8"),
@@ -307,6 +309,13 @@ def test_layers_that_say_too_little_are_refused(
     indexed = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "sliding_window": 4}
     with pytest.raises(error, match=sentence):
         attention_geometry({**SMALL_HYBRID, **indexed, **changes})
+
+
+def test_a_convolution_that_keeps_no_input_is_refused_by_its_field() -> None:
+    config = json.loads((CONFIGS / "kimi-k3.json").read_text())
+    config["text_config"]["linear_attn_config"]["short_conv_kernel_size"] = 1
+    with pytest.raises(BadModel, match="short_conv_kernel_size is 1; it must be at least 2"):
+        attention_geometry(config)
 
 
 def test_an_indexer_that_is_shared_needs_an_earlier_layer_with_pages() -> None:

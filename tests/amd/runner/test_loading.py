@@ -4,7 +4,7 @@ import importlib.machinery
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.models.fields import read_json
+from rocm_serve.models import loading
 from rocm_serve.models.loading import default_dtype, load_model
 from rocm_serve.models.places import find_model
 from tests.amd.runner.dense_attention import dense_logits
@@ -275,6 +277,22 @@ def test_a_damaged_config_is_refused(text: str, model_dir: Path) -> None:
 def test_end_tokens_of_the_generation_config_count_too(model_dir: Path) -> None:
     (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     assert load(model_dir).config.eos_token_ids == (2, 7)
+
+
+def test_each_json_file_of_a_model_is_read_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+
+    def noting(path: Path) -> Mapping[str, object]:
+        read.append(path.name)
+        return read_json(path)
+
+    monkeypatch.setattr(loading, "read_json", noting)
+    of_characters(["", "a", "b"]).save(str(model_dir / "tokenizer.json"))
+    names = ["generation_config.json", "special_tokens_map.json", "tokenizer_config.json"]
+    for name in names:
+        (model_dir / name).write_text("{}")
+    load(model_dir)
+    assert sorted(read) == ["config.json", *names]
 
 
 def test_the_end_token_of_the_tokenizer_counts_too(model_dir: Path) -> None:

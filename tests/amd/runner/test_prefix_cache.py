@@ -1,9 +1,11 @@
 """The prefix cache against a brute force over strings of tokens, with a real request table and no model."""
 
 import gc
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -136,8 +138,11 @@ def test_what_is_found_is_what_a_brute_force_finds(
     actions: list[tuple[str, tuple[int, ...], str]], num_pages: int
 ) -> None:
     """With pages for everything, exactly that; with few pages, never more, and everything that is still there."""
-    pages, rows = Pages(num_pages), list[Row]()
+    pages, rows, waiting = Pages(num_pages), list[Row](), defaultdict[tuple[tuple[int, ...], str], CachedRow](CachedRow)
     for action, tokens, salt in actions:
+        for (prompt, its_salt), waits in waiting.items():  # as sequences do that have to wait for room
+            assert pages.cache.find(waits, prompt).tolist() == pages.cache.find(CachedRow(its_salt), prompt).tolist()
+        waiting[tokens, salt].salt = salt
         if action == "serve" and len(rows) < 8:
             wanted = pages.longest_known(tokens, salt)
             assert pages.find(tokens, salt) <= wanted
@@ -295,6 +300,32 @@ def test_keys_are_the_same_in_every_process_and_a_salt_is_no_page() -> None:
     content, before = np.array([1, 2], np.int32).tobytes(), salt_key("a")
     assert page_key(salt_key(""), content).hex() == GOLDEN
     assert page_key(before, content) != salt_key((before + content).decode("latin-1"))
+
+
+def test_a_prompt_that_waits_is_not_looked_up_again_from_its_beginning() -> None:
+    """A long one at the head of a full queue took a millisecond of each step."""
+    pages, waits, tokens = Pages(num_pages=40), CachedRow(), tuple(range(32))
+    row, _ = pages.serve(tokens[:20])
+    pages.idle_steps()
+    assert len(pages.cache.find(waits, tokens)) == 10
+    pages.extend(row, tokens[20:])
+    pages.idle_steps()
+    known, looked_up = pages.cache._pages, Mock(wraps=pages.cache._pages)
+    pages.cache._pages = looked_up
+    assert len(pages.cache.find(waits, tokens)) == 15
+    assert looked_up.get.call_count == 5
+    pages.cache._pages = known
+    pages.leave(row)
+    pages.cache.make_room(0, pages.table.full.num_free_pages + 9)
+    assert len(pages.cache.find(waits, tokens)) == 7
+
+
+def test_the_memory_of_idle_pages_does_not_grow_with_their_uses() -> None:
+    idle, pages = IdlePages(most_stale=8), np.arange(100)
+    for _ in range(1000):
+        idle.add(pages)
+        idle.remove(pages)
+    assert max(len(each) for each in vars(idle).values() if isinstance(each, np.ndarray)) <= 4 * len(pages) + 8
 
 
 def test_a_prompt_that_nothing_is_known_of_has_one_key_made() -> None:

@@ -1,5 +1,6 @@
 """Decode over shared prefixes: every output is the reference's, for any groups, and wrong groups are refused."""
 
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -129,6 +130,19 @@ def test_groups_that_are_none_are_refused(groups: list[PrefixGroup], complaint: 
     with pytest.raises(BadBatch, match=complaint):
         world.runtime.step(replace(batch, prefixes=SharedPrefixes(groups)))
     world.step(requests, [1, 1])
+
+
+def test_more_sequences_than_a_step_has_take_no_memory(device: torch.device) -> None:
+    world, requests = world_of(device)
+    batch = world.batch(requests, [1, 1])
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadBatch, match=f"groups have {2**24} sequences and the step has 2"):
+            replace(batch, prefixes=SharedPrefixes([PrefixGroup(2**24, 0)]))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
 
 
 def test_each_group_shares_its_prefix_to_the_end(device: torch.device) -> None:

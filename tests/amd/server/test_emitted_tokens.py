@@ -14,9 +14,10 @@ import torch
 from starlette.responses import JSONResponse
 from tokenizers import decoders, models
 
-from rocm_serve.request import Completion
+from rocm_serve.engine import Engine
+from rocm_serve.request import Completion, Request
 from rocm_serve.request_stream import OutputChunk
-from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
 from rocm_serve.server import long_json
 from rocm_serve.server.call_reader import Reader
 from rocm_serve.server.emitted_tokens import EmittedTokens
@@ -224,6 +225,25 @@ def test_an_echo_alone_is_the_prompt_and_its_logprobs(server: Running) -> None:
     assert with_one["text"].startswith(alone["text"])
     assert {name: values[:-1] for name, values in with_one["logprobs"].items()} == alone["logprobs"]
     assert post(server, requested(echo=True, max_tokens=0)).json["choices"][0]["logprobs"] is None
+
+
+def test_one_choice_of_a_prompt_computes_its_logprobs_and_all_have_them(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [list(context) for context in CONTEXTS[:2]]
+    submit, asked = Engine.submit, list[int]()
+
+    def noted(engine: Engine, request: Request) -> int:
+        asked.append(request.prompt_logprobs)
+        return submit(engine, request)
+
+    monkeypatch.setattr(Engine, "submit", noted)
+    choices = post(server, requested(prompt=prompts, prompt_logprobs=1, n=3)).json["choices"]
+    assert asked == [1, NO_LOGPROBS, NO_LOGPROBS] * 2
+    for prompt, place in zip(prompts, (0, 3), strict=True):
+        first, *others = (each["prompt_logprobs"] for each in choices[place : place + 3])
+        assert [first] * 2 == others
+        assert all(str(token) in found for token, found in zip(prompt[1:], first[1:], strict=True))
 
 
 def test_prompt_logprobs_have_the_form_of_vllm(server: Running, model: Any) -> None:

@@ -38,7 +38,10 @@ def test_the_models_file_gives_the_defaults(tmp_path: Path) -> None:
     assert defaults_from("none", str(tmp_path)) == OPENAI_DEFAULTS
     for place in (tmp_path, file):
         assert defaults_from(str(place), "no model there") == OF_MODEL
-    write(tmp_path, {"temperature": 0, "top_k": -1, "top_p": None})
+    write(
+        tmp_path,
+        {"temperature": 0, "top_k": -1, "top_p": None, "begin_suppress_tokens": [], "forced_bos_token_id": None},
+    )
     assert defaults_from("auto", str(tmp_path)) == Sampling(temperature=0.0)
     write(tmp_path, {"top_k": 50})
     assert defaults_from("auto", str(tmp_path)) == Sampling(temperature=1.0, top_k=50)
@@ -62,7 +65,20 @@ def test_tokens_that_the_models_file_suppresses_are_in_no_answer(server: Running
 
 @pytest.mark.parametrize(
     ("fields", "says"),
-    [({"top_p": 1.5}, "top_p is 1.5"), ({"temperature": "hot"}, "temperature"), ({"top_k": 1.5}, "top_k")],
+    [
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": 1.5}, "top_k"),
+        (
+            {"begin_suppress_tokens": [3]},
+            "sets begin_suppress_tokens, which forces or forbids tokens at one place of an",
+        ),
+        (
+            {"forced_decoder_ids": [[1, 3]], "forced_bos_token_id": 0},
+            "sets forced_bos_token_id, forced_decoder_ids, which",
+        ),
+        ({"forced_eos_token_id": 2}, "sets forced_eos_token_id, which .* set --generation-config none"),
+    ],
 )
 def test_a_file_that_cannot_be_used_is_refused_before_the_server_begins(
     fields: dict[str, Any], says: str, tmp_path: Path

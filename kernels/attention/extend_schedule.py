@@ -56,6 +56,8 @@ from rocm_attn.kernels.launch import launch
 
 _ALL = tl.constexpr(Sequences.ALL.value)
 _WITH_CELLS = tl.constexpr(Sequences.WITH_CELLS.value)
+# The length of a sequence that has new tokens and no keys: before all places, and after it adding up fits 32 bits.
+_NO_KEYS = tl.constexpr(-(1 << 29))
 # The words of a query block.
 BLOCK_WORDS = tl.constexpr(cuts.BLOCK_WORDS)
 BLOCK_SEQ = tl.constexpr(0)  # -1: the tokens belong to no sequence (the padded tail); they receive 0 and LSE -inf
@@ -142,6 +144,9 @@ def _blocks_of(batch, seq, G: tl.constexpr):
     if G.SEQUENCES != _ALL:
         has_cells = tl.load(batch.first_cell + seq, mask=inside, other=0) < length
         is_listed = is_listed & (has_cells == (G.SEQUENCES == _WITH_CELLS))
+    if G.CAUSAL:
+        # A sequence that lost its keys (metadata/check_pages.py) keeps its tokens. Its blocks come after all others.
+        length = tl.where(length < q_len, _NO_KEYS, length)
     return token, q_len, length, tl.where(is_listed, tl.cdiv(q_len, G.QUERY_TOKENS), 0)
 
 
@@ -227,6 +232,8 @@ def _list_kernel(
     is_block = block < total
     # If there is no such block, the first sequence's; nothing of it is used then. Some steps have no sequence.
     length = tl.load(kv_len + seq, mask=num_seqs > 0, other=0)
+    if G.CAUSAL:
+        length = tl.where(length < seq_q_len, _NO_KEYS, length)
     prefix = length - seq_q_len
     offset = (block - first_block) * QUERY_TOKENS
     extent = prefix + tl.minimum(seq_q_len, offset + QUERY_TOKENS) if G.CAUSAL else length
@@ -253,11 +260,12 @@ def _list_kernel(
     if is_block:
         keys = tl.minimum(extent, _most_keys(seq_q_len, window_left, G)) if G.WINDOWED else extent
         words = schedule + rank * BLOCK_WORDS
-        tl.store(words + BLOCK_SEQ, seq)
+        has_keys = length >= 0
+        tl.store(words + BLOCK_SEQ, tl.where(has_keys, seq, -1))
         tl.store(words + BLOCK_FIRST_TOKEN, first_token + offset)
         tl.store(words + BLOCK_TOKENS, tl.minimum(seq_q_len - offset, QUERY_TOKENS))
-        tl.store(words + BLOCK_KV_INDEX, prefix + offset)
-        tl.store(words + BLOCK_KEYS, keys)
+        tl.store(words + BLOCK_KV_INDEX, tl.where(has_keys, prefix + offset, 0))
+        tl.store(words + BLOCK_KEYS, tl.where(has_keys, keys, 0))
     else:
         tail = tl.load(q_indptr + num_seqs) + (block - total) * QUERY_TOKENS
         words = schedule + block * BLOCK_WORDS

@@ -75,7 +75,8 @@ def _visible_ranges_kernel(
         in_span = (begin <= place) & (place < last)
         end = tl.where(in_span, tl.maximum(end, last), end)
         if G.SPANS_PASS:
-            first = tl.where(in_span, tl.minimum(first, begin), first)
+            # An engine's span may begin anywhere.
+            first = tl.where(in_span, tl.minimum(first, tl.maximum(begin, 0)), first)
         has_cells = tl.load(mask_start + seq) < length
         end = tl.where(has_cells, length, end)
         if G.WINDOWED:

@@ -169,7 +169,7 @@ def visible_ranges(step: StepTensors, visibility: Visibility) -> tuple[Tensor, T
         end = torch.where(in_span, torch.maximum(end, step.span_end), end)
         end = torch.where(has_cells, length, end)
         if visibility.spans_pass:
-            first = torch.where(in_span, torch.minimum(first, step.span_begin), first)
+            first = torch.where(in_span, torch.minimum(first, step.span_begin.clamp(min=0)), first)
         if visibility.windowed:
             first = torch.where(has_cells, step.window_start.clamp(min=0), first)
     end = torch.where(live, torch.minimum(end, length), 0)

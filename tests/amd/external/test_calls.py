@@ -307,6 +307,25 @@ def test_a_span_over_a_page_that_was_given_back_is_reported_if_it_passes_the_win
         filled.attention.check_device()
 
 
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("limits", [{}, {"window_left": 20}, {"chunk": 16}], ids=str)
+def test_a_prompt_over_a_page_that_does_not_exist_harms_no_other_sequence(
+    limits: dict[str, int], device: torch.device, provider: str
+) -> None:
+    """It becomes padding of 40 tokens: its places are all below 0, and others' rows were given to no program."""
+    filled = Filled(device, provider, **limits)
+    assert isinstance(filled.source.entries, Tensor)
+    filled.source.entries[2, 3] = BOUNDS.num_pages
+    q_len, q = [3, 20, 40, 1], filled.rows(64, Q_HEADS, DIM)
+    found = filled.attend(q_len, filled.step(q_len), q)
+    chunk, left = limits.get("chunk", 64), limits.get("window_left", 64)
+    shown = filled.cells(q_len, lambda at, keys: near(left, 0, at, keys) & (keys >= at - at % chunk))
+    shown[2] = np.zeros_like(shown[2])
+    filled.assert_right(q_len, found, q, shown=shown)
+    with pytest.raises(DeviceFault, match="a page in the table"):
+        filled.attention.check_device()
+
+
 def test_spans_of_another_form_are_refused_in_words() -> None:
     with pytest.raises(BadTensor, match="must be contiguous int32"):
         DeviceSpans(torch.zeros(4, 3))

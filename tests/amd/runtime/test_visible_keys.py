@@ -447,6 +447,16 @@ def test_ranges_are_what_the_definition_says_key_by_key(
     assert_ranges(problem, kv_len, q_len, spans, first, end)
 
 
+def test_no_range_begins_before_its_sequence() -> None:
+    """An engine's span may begin below 0; Hopper's kernel loads every key of a range."""
+    problem = replace(MASKED, window_left=3, spans_pass_window=True)
+    step = step_tensors([9], [4], 0)
+    twins.place_spans(torch.tensor([[0, -200, 8]], dtype=torch.int32), step)
+    first, end = twins.visible_ranges(step, problem.visibility)
+    assert first.tolist() == [0, 0, 0, 5]
+    assert end.tolist() == [8, 8, 8, 9]
+
+
 def assert_ranges(
     problem: Problem, kv_len: list[int], q_len: list[int], spans: list[Span], first: Tensor, end: Tensor
 ) -> None:

@@ -82,7 +82,8 @@ def _visible_ranges_kernel(
         if G.WINDOWED:
             of_cells = tl.load(window_start + token, mask=live, other=0)
             first = tl.where(has_cells, tl.maximum(of_cells, 0), first)
-    end = tl.minimum(end, length)
+    # A sequence with fewer keys than new tokens has places below 0.
+    end = tl.maximum(tl.minimum(end, length), 0)
     tl.store(first_key + token, tl.where(live, tl.minimum(first, end), 0), mask=inside)
     tl.store(end_key + token, tl.where(live, end, 0), mask=inside)
 

@@ -172,7 +172,7 @@ def visible_ranges(step: StepTensors, visibility: Visibility) -> tuple[Tensor, T
             first = torch.where(in_span, torch.minimum(first, step.span_begin.clamp(min=0)), first)
         if visibility.windowed:
             first = torch.where(has_cells, step.window_start.clamp(min=0), first)
-    end = torch.where(live, torch.minimum(end, length), 0)
+    end = torch.where(live, torch.minimum(end, length).clamp(min=0), 0)
     return torch.minimum(first, end).int(), end.int()
 
 

@@ -299,22 +299,25 @@ def place_spans(memory: Memory) -> None:
 
 
 def visible_ranges(memory: Memory) -> None:
-    """Checks windows, chunks, spans and cells of three sequences, and tokens of none; the second has cells."""
-    q_len, kv_len, tail = [3, 4, 2], [9, 30, 2], 3
+    """Checks windows, chunks, spans and cells of four sequences, and tokens of none; the second has cells.
+
+    The last has fewer keys than new tokens.
+    """
+    q_len, kv_len, tail = [3, 4, 2, 3], [9, 30, 2, 1], 3
     places = [place for new, length in zip(q_len, kv_len, strict=True) for place in range(length - new, length)]
     seqs = [seq for seq, new in enumerate(q_len) for _ in range(new)]
-    begins, ends = [0, 7, 7, 0, 0, 0, 0, 0, 0], [0, 9, 9, 1, 1, 1, 1, 2, 2]
+    begins, ends = [0, 7, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0], [0, 9, 9, 1, 1, 1, 1, 2, 2, 0, 0, 0]
     spans = {
         name: torch.cat([ints(list(each)), garbage(tail)])
-        for name, each in (("window_start", range(-4, 5)), ("span_begin", begins), ("span_end", ends))
+        for name, each in (("window_start", range(-4, 8)), ("span_begin", begins), ("span_end", ends))
     }
     step = StepTensors.of(
         NOTHING,
-        counts=ints([3, 9, 1, 0]),
+        counts=ints([4, 12, 1, 0]),
         kv_len=ints(kv_len),
-        seq_of_token=ints(seqs + [2] * tail),
+        seq_of_token=ints(seqs + [3] * tail),
         position_of_token=ints(places + [0] * tail),
-        mask_start=ints([9, 26, 2]),
+        mask_start=ints([9, 26, 2, 1]),
         **spans,
     )
     for visibility in (
@@ -326,7 +329,7 @@ def visible_ranges(memory: Memory) -> None:
         Visibility(window_left=2, window_right=1),
         Visibility(window_right=2, masked=True),
     ):
-        assert_same(memory, launch_visible_ranges, _twin_of_ranges, step, visibility, garbage(12), garbage(12))
+        assert_same(memory, launch_visible_ranges, _twin_of_ranges, step, visibility, garbage(15), garbage(15))
 
 
 def _twin_of_ranges(step: StepTensors, visibility: Visibility, first: Tensor, end: Tensor) -> None:

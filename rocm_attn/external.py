@@ -157,6 +157,8 @@ class ExternalOptions:
             raise BadSetting("causalities is empty, so no step could run; give those that steps may have")
         for causality in self.causalities:
             require_kind("one of causalities", causality, Causality, BadSetting)
+        if not callable(self.on_fault):
+            raise BadSetting(f"on_fault is {self.on_fault!r}; give a callable, such as LogAndCount()")
 
     def problem(self, problem: Problem, causality: Causality) -> Problem:
         """A layer's problem in steps of this causality. Raises BadProblem for chunks with a non-causal one."""
@@ -220,6 +222,9 @@ class ExternalAttention:
         for source in layers:
             require_kind("a layer", source, LayerSource, BadSetting)
         self.guards = guards = guards_from_settings() if guards is None else guards
+        target = target if target is not None else detect_target(self.device)
+        require_kind("guards", guards, Guards, BadSetting)
+        require_kind("target", target, Target, BadSetting)
         guards.warn()
         problems, spaces = [layer.problem for layer in layers], [layer.space for layer in layers]
         tables = tables if isinstance(tables, Mapping) else {Space.FULL: tables}
@@ -245,7 +250,6 @@ class ExternalAttention:
             device=self.device,
             gate=gate,
         )
-        target = target if target is not None else detect_target(self.device)
         self._head_weights = LayerHeadWeights(problems, self.device, guards.step.layers.new_head_weights)
         self.cores = {
             causality: self._new_core([options.problem(p, causality) for p in problems], spaces, target, agree)

@@ -597,6 +597,30 @@ def test_layers_tables_and_bounds_must_agree(device: torch.device, provider: str
         CsrSource(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"unit": "slot"}, "unit is a str; it must be of type TableUnit"),
+        ({"null_page": "no"}, "null_page is a str; it must be of type bool"),
+        ({"copied": None}, "copied is a NoneType; it must be of type bool"),
+    ],
+)
+def test_a_table_in_words_of_its_own_is_refused(values: dict[str, Any], words: str) -> None:
+    """A table of slots was read as one of pages, and null_page="no" counted as True."""
+    entries = torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(BadTensor, match=words):
+        TableSource(entries, **values)
+    if "unit" not in values:
+        with pytest.raises(BadTensor, match=words):
+            CsrSource(entries[0], entries[0], **values)
+
+
+def test_a_policy_for_faults_that_cannot_be_called_is_refused() -> None:
+    """The first fault ended in a TypeError, and was not reported."""
+    with pytest.raises(BadSetting, match="on_fault is 'log'; give a callable"):
+        ExternalOptions(on_fault="log")  # type: ignore[arg-type]
+
+
 def test_an_interrupt_leaves_the_same_weights_in_steps_of_every_causality() -> None:
     attention = ExternalAttention(
         [LayerSource(problem(has_sinks=True))],

@@ -12,6 +12,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadSetting
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.protocols import NO_WATCHDOG, RunsSteps
@@ -153,3 +154,10 @@ def test_a_hang_that_cannot_be_written_is_handed_over() -> None:
     with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as full:  # raised when it is closed
         Watchdog(SECONDS, stream=full, on_hang=said.append)._report("a step")
     assert said == [f"rocm-attn: a step has not finished after {SECONDS} s"]
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0, None, "5"])
+def test_a_time_that_never_comes_is_refused(seconds: Any) -> None:
+    """The watch of NaN seconds ended at once, and reported nothing."""
+    with pytest.raises(BadSetting, match="seconds is "):
+        Watchdog(seconds)

@@ -259,6 +259,13 @@ def test_files_of_a_cache_may_be_links_to_another_folder(tmp_path: Path) -> None
     assert load(snapshot).config.num_layers == load(snapshot).config.attention.num_storing
 
 
+def test_a_device_may_be_named_as_for_a_runtime(model_dir: Path) -> None:
+    """A name was refused by an AttributeError."""
+    assert load_model(model_dir, dtype=torch.float32, device="cpu").weights.embedding.device == CPU
+    with pytest.raises(BadSetting, match="device 'tpu' is not known; use 'cpu'"):
+        load_model(model_dir, dtype=torch.float32, device="tpu")
+
+
 def test_a_directory_without_weights_is_refused(model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
     with pytest.raises(BadModel, match="has neither"):

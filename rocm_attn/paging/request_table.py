@@ -265,17 +265,20 @@ class RequestTable:
         """Admits a new row that shares the pages of row's first kv_len tokens. Neither row may store these again.
 
         To recompute some of them, share fewer, or truncate() the row in question.
-        Raises OutOfRows, and BadBatch for tokens that row has no room for, or whose window pages were freed. With
-        recurrent layers, if row has no state after kv_len tokens, the new row has none: the step that needs it raises.
+        Raises OutOfRows, WrongState for a row that is not admitted, BadSetting for an invalid length, and BadBatch for
+        tokens that row has no room for, or whose window pages were freed; nothing is changed then. With recurrent
+        layers, if row has no state after kv_len tokens, the new row has none: the step that needs it raises.
         """
         row = self._rows.must_be_admitted(row)
         kv_len = self._rows.must_have_room(row, kv_len, f"{kv_len} of them cannot be shared")
+        end = num_pages(kv_len, self.page_size)
+        pages = [table.entries_host[row, :end] for table in self.spaces]
+        self._rows.first_held(pages, kv_len, row)  # a fork that is refused is noted nowhere
         self.generations.share(row)
         self._rows.look_from[row] = ALWAYS
-        end = num_pages(kv_len, self.page_size)
         self.tokens.on_share()
         stored_len = min(kv_len, int(self.tokens.stored_len[row]))
-        child = self._rows.begin([table.entries_host[row, :end] for table in self.spaces], kv_len, stored_len, row)
+        child = self._rows.begin(pages, kv_len, stored_len, row)
         self.tokens.raise_first_writable(row, kv_len)
         self.states.fork(row, child, kv_len)
         return child

@@ -212,6 +212,21 @@ def test_a_layer_that_does_not_exist_is_named(world: World) -> None:
     world.runtime.end_step()
 
 
+def test_a_layer_that_does_not_exist_is_named_in_every_draft_step(device: torch.device) -> None:
+    """The steps after the first one raised an IndexError or a TypeError."""
+    world = World.build([small_problem()], device, PROVIDER)
+    (request,) = world.begun(3)
+    world.runtime.table.reserve(request.row, 5)
+    with world.runtime.step(draft_batch([request.row], [3], Drafts(1, 2))) as step:
+        for part in step.parts:
+            _, k, v = world.qkv(world.problems[0], part)
+            for number in (1, None, "0", 0.0):
+                named = re.escape(f"layer {number!r} does not exist; the runtime has layers 0 to 0")
+                with pytest.raises(BadTensor, match=named):
+                    part.layers.store(number, k, v)  # type: ignore[arg-type]
+            part.layers.store(0, k, v)
+
+
 def test_calls_out_of_order_are_refused(world: World) -> None:
     rows = torch.empty(1, 2, 16, device=world.runtime.device)
     batch = world.batch(world.requests, [1, 1])

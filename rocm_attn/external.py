@@ -161,7 +161,11 @@ class ExternalOptions:
             raise BadSetting(f"on_fault is {self.on_fault!r}; give a callable, such as LogAndCount()")
 
     def problem(self, problem: Problem, causality: Causality) -> Problem:
-        """A layer's problem in steps of this causality. Raises BadProblem for chunks with a non-causal one."""
+        """A layer's problem in steps of this causality.
+
+        Raises BadProblem for chunks with a non-causal one, and BadSetting.
+        """
+        require_kind("causality", causality, Causality, BadSetting)
         if causality is Causality.OF_LAYERS:
             return problem
         right = 0 if causality is Causality.CAUSAL else problem.window_left
@@ -285,7 +289,8 @@ class ExternalAttention:
         return self._publisher.line.number
 
     def kernels(self, causality: Causality = Causality.OF_LAYERS) -> LayerKinds:
-        """The kernels of steps of a causality."""
+        """The kernels of steps of a causality. Raises BadSetting, and WrongState for one that steps may not have."""
+        require_kind("causality", causality, Causality, BadSetting)
         return self._runs.core(causality).kinds
 
     def set_head_weights(self, layer: int, weights: HeadWeights) -> None:

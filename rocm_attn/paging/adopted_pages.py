@@ -47,8 +47,11 @@ def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor,
         raise BadTensor(
             f"the axes are {axes!r}; name each of {', '.join(_AXES)} once, and layer too if one tensor holds all layers"
         )
+    if not isinstance(kv, Tensor):
+        require_kind("kv", kv, Sequence, BadTensor)
     tensors = [kv] if isinstance(kv, Tensor) else kv
     for tensor in tensors:
+        require_tensor("the KV cache of a layer", tensor)
         if tensor.dim() != len(named) or tensor.shape[named.index("kv")] != 2:
             raise BadTensor(
                 f"a KV cache of shape {list(tensor.shape)} does not have the axes {axes!r}: they name {len(named)} "

@@ -621,6 +621,18 @@ def test_a_policy_for_faults_that_cannot_be_called_is_refused() -> None:
         ExternalOptions(on_fault="log")  # type: ignore[arg-type]
 
 
+def test_a_causality_in_words_of_its_own_is_refused(device: torch.device, provider: str) -> None:
+    table = TableSource(torch.zeros(4, 4, dtype=torch.int32, device=device))
+    options = ExternalOptions(provider=provider)
+    attention = ExternalAttention([LayerSource(problem())], table, device=device, bounds=BOUNDS, options=options)
+    with pytest.raises(BadSetting, match="causality is a str; it must be of type Causality"):
+        attention.kernels("causal")  # type: ignore[arg-type]
+    with pytest.raises(BadSetting, match="causality is a str; it must be of type Causality"):
+        options.problem(problem(), "causal")  # type: ignore[arg-type]
+    with pytest.raises(WrongState, match="no kernels were chosen for steps with CAUSAL"):
+        attention.kernels(Causality.CAUSAL)
+
+
 def test_an_interrupt_leaves_the_same_weights_in_steps_of_every_causality() -> None:
     attention = ExternalAttention(
         [LayerSource(problem(has_sinks=True))],

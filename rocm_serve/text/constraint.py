@@ -73,7 +73,7 @@ class Constraint:
         """One of these texts."""
         are_texts = isinstance(texts, Sequence) and all(isinstance(text, str) and text for text in texts)
         if isinstance(texts, str) or not are_texts or not texts:
-            raise BadRequest("a choice needs a list of at least one text, each with at least one character")
+            raise BadRequest("a choice needs at least one text, each with at least one character; give a list of them")
         # A name in capitals is one lexeme. The library takes at most 2,000 rules at a place.
         return cls("lark", f"start: ONE\nONE: {' | '.join(map(_as_json, texts))}")
 

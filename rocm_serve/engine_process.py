@@ -273,8 +273,8 @@ def _sendable(message: Message) -> Message:
     if isinstance(message, StepOutput) and message.completions:
         done = {ticket: replace(each, prompt_token_ids=()) for ticket, each in message.completions.items()}
         return replace(message, completions=done)
-    if isinstance(message, Ended) and message.error is not None:
-        return Ended(sendable(message.error))
-    if isinstance(message, Left | Answer) and message.error is not None:
+    if isinstance(message, Ended | Answer) and message.error is not None:
+        return replace(message, error=sendable(message.error))
+    if isinstance(message, Left) and message.error is not None:
         return replace(message, error=sendable(message.error))
     return message

@@ -30,6 +30,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import word_dtype
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.sending import sent
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.paging.host_memory import HostMemory
 from rocm_attn.paging.host_record import CHECKSUM, HEAD_WORDS, NAME_WORDS, checksums
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
@@ -163,6 +164,9 @@ class HostPages:
     def _checked(self, keys: Sequence[bytes], pages: Int32Array) -> Int32Array:
         """Returns the pages. Raises BadBatch unless each key has one of its own, and page 0 is none."""
         pages, end = as_int32("pages", pages), self._runtime.table.full.pages.num_pages
+        require_kind("keys", keys, Sequence, BadBatch)
+        for key in keys:
+            require_kind("a key", key, bytes, BadBatch)
         if len(keys) > len(pages) or any(len(key) != NAME_BYTES for key in keys):
             raise BadBatch(
                 f"{len(keys)} keys of {sorted({len(key) for key in keys})} bytes and {len(pages)} pages were given; "

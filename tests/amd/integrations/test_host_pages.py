@@ -6,7 +6,7 @@ Two public threads are replayed here, each as a copy that goes wrong in the way 
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -394,6 +394,8 @@ def test_nothing_comes_back_while_a_step_runs(device: torch.device) -> None:
     [
         (KEYS[:2], [1], "2 keys of"),
         ([b"short"], [1], "of .5. bytes"),
+        (["k" * 32], [1], "a key is a str; it must be of type bytes"),
+        (None, [1], "keys is a NoneType; it must be of type Sequence"),
         (KEYS[:2], [1, 0], "pages 0 to 1 were given"),
         (KEYS[:1], [-1], "pages -1 to -1 were given"),
         (KEYS[:1], [10**6], "pages 1000000 to"),
@@ -401,7 +403,7 @@ def test_nothing_comes_back_while_a_step_runs(device: torch.device) -> None:
     ],
 )
 def test_keys_without_a_page_of_their_own_move_nothing(
-    keys: list[bytes], pages: list[int], message: str, device: torch.device
+    keys: Any, pages: list[int], message: str, device: torch.device
 ) -> None:
     """Two keys of one page had its content both, and page 0, which pads read, was written."""
     problems = [small_problem()]

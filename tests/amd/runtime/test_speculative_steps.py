@@ -135,6 +135,10 @@ def test_the_row_of_the_last_accepted_token_is_the_sequences_own(device: torch.d
         select_last_accepted(rows[1:], step, given)
     with pytest.raises(BadTensor, match=r"num_accepted is torch\.float32"):
         select_last_accepted(rows, step, given.float())
+    with pytest.raises(BadTensor, match="rows is a list; give a tensor"):
+        select_last_accepted(rows.tolist(), step, given)  # type: ignore[arg-type]
+    with pytest.raises(BadTensor, match="num_accepted is a list; give a tensor"):
+        select_last_accepted(rows, step, given.tolist())  # type: ignore[arg-type]
     world.runtime.end_step()
 
 
@@ -146,6 +150,8 @@ def test_state_with_too_few_slots_is_refused_before_anything_is_captured(device:
     require_state_slots(runtime.table, conv=conv, scan=scan)
     with pytest.raises(BadTensor, match=rf"conv has {rows} entries; it must have {rows + 1}"):
         require_state_slots(runtime.table, conv=conv[1:], scan=scan)
+    with pytest.raises(BadTensor, match="scan is a ndarray; give a tensor"):
+        require_state_slots(runtime.table, conv=conv, scan=scan.cpu().numpy())  # type: ignore[arg-type]
 
 
 def test_a_fully_masked_split_gives_zeros_and_no_nan(provider: str, device: torch.device) -> None:

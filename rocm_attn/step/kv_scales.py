@@ -70,7 +70,7 @@ def _checked(name: str, given: Tensor | float, count: int) -> Tensor:
     is_number = isinstance(given, Real) and not isinstance(given, bool)
     try:
         scale_values = torch.as_tensor(given, dtype=torch.float32 if is_number else None).detach()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise BadTensor(f"the scales of {name} are {given!r}; give a number, or a floating-point tensor") from error
     if scale_values.is_meta:
         raise BadTensor(f"the scales of {name} are on the meta device, whose tensors have no values; load them first")

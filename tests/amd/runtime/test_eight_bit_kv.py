@@ -111,6 +111,7 @@ def test_scales_that_no_code_can_be_divided_by_are_refused_and_change_nothing(de
         (KVScales(torch.ones(2), torch.ones(2), "E4M3FN"), "made_for is a str; it must be of type KVEncoding"),  # type: ignore[arg-type]
         (KVScales("1", torch.ones(2)), "k of layer 0 are '1'; give a number, or a floating-point tensor"),  # type: ignore[arg-type]
         (KVScales(torch.ones(2), None), "v of layer 0 are None; give a number, or"),  # type: ignore[arg-type]
+        (KVScales(10**400, torch.ones(2)), "k of layer 0 are 1000"),
     ]
     for scales, sentence in refused:
         with pytest.raises(BadTensor, match=sentence):

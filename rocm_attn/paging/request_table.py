@@ -219,7 +219,7 @@ class RequestTable:
     def is_reserved(self, rows: Integers, kv_len: Integers) -> bool:
         """True if reserve_all(rows, kv_len) would do nothing: all of these rows have room for kv_len tokens.
 
-        rows, kv_len: integers [num_seqs]
+        rows, kv_len: integers [num_seqs]. Raises BadBatch for anything else
         """
         rows, kv_len = as_int32("rows", rows), as_int32("kv_len", kv_len)
         if len(rows) != len(kv_len) or len(rows) == 0:
@@ -231,7 +231,10 @@ class RequestTable:
         return True
 
     def room(self, rows: Integers) -> Int32Array:
-        """int32 [n]: tokens that each row has room for in every space; -1: not admitted. rows: integers [n]"""
+        """int32 [n]: tokens that each row has room for in every space; -1: not admitted. rows: integers [n]
+
+        Raises BadBatch for anything else.
+        """
         rows, lengths = as_int32("rows", rows), self._rows.reserved_len
         unsigned = rows.view(np.uint32)  # negative rows are huge ones
         try:
@@ -289,7 +292,8 @@ class RequestTable:
         If kv_len is at least the number of stored tokens, only pages that were reserved ahead are freed, in every
         space. A row that shares pages can be rolled back only this way: the next reserve() copies the page of token
         kv_len if another row holds it too, and allocates new pages after it. A row that shares no page may also simply
-        begin a step at an earlier token. Raises WrongState, and BadBatch for more tokens than row has room for.
+        begin a step at an earlier token. Raises WrongState, BadSetting for an invalid length, and BadBatch for more
+        tokens than row has room for.
         """
         row = self._rows.must_be_admitted(row)
         kv_len = self._rows.must_have_room(row, kv_len, f"it cannot go back to {kv_len}")
@@ -348,6 +352,9 @@ class RequestTable:
         return int(self.space(space).num_held(np.array([row]), np.array([self._rows.end(row)]))[0])
 
     def pages_of(self, row: int, space: Space = Space.FULL) -> Int32Array:
-        """The page ids of a row in a space, in order; 0 for pages that were freed because they left the window."""
+        """The page ids of a row in a space, in order; 0 for pages that were freed because they left the window.
+
+        Raises WrongState for a row that is not admitted, and BadSetting.
+        """
         row = self._rows.must_be_admitted(row)
         return np.array(self.space(space).entries_host[row, : self._rows.end(row)], np.int32)

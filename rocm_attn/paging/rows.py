@@ -102,7 +102,7 @@ class Rows:
     def space(self, space: Space) -> PageTable:
         """The page table of a space. Raises BadSetting if rows have no pages there."""
         for table in self.spaces:
-            if table.space is space:
+            if table.space is space or (isinstance(space, Space) and table.space == space):
                 return table
         name = getattr(space, "name", repr(space))
         raise BadSetting(f"rows have no pages in the {name} space; build the runtime with swa_pages")

@@ -400,6 +400,8 @@ class Engine:
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
         """Serves requests to their end; returns their completions in the given order.
 
+        Requests that submit() has queued are served too: step() then returns none of their events.
+
         on_event: called with every new token, failure and abort, as they come. It may call abort(), and cancel(): the
                   completion then has no tokens, and the finish reason "abort"
         Raises BadRequest before anything runs if one of them can never be served. If one has failed, raises

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from rocm_attn.errors import RocmAttnError, WrongState
+from rocm_attn.machine.settings import whole_number
 from rocm_serve.request import Completion, FinishReason, Request
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.text.request_text import RequestText
@@ -248,8 +249,11 @@ class RequestStream:
         return self._inbox.completion
 
     def bound(self, most_unread: int, on_late: Callable[[], None]) -> None:
-        """Calls on_late in the event loop whenever a token comes while more than most_unread tokens are unread."""
-        self._inbox.most_unread, self._inbox.on_late = most_unread, on_late
+        """Calls on_late in the event loop whenever a token comes while more than most_unread tokens are unread.
+
+        Raises BadSetting for no whole number of at least 0.
+        """
+        self._inbox.most_unread, self._inbox.on_late = whole_number("most_unread", most_unread, least=0), on_late
 
     def listen(self, on_output: Callable[[], None]) -> None:
         """Calls on_output in the event loop whenever take() has something to return or to raise."""

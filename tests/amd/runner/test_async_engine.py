@@ -270,6 +270,16 @@ async def test_a_listener_that_raises_fails_its_own_request_alone(gives_up: bool
         assert await front.between_steps(lambda: is_empty(served))
 
 
+async def test_a_bound_that_is_no_number_is_refused_before_a_token_comes(loaded: LoadedModel) -> None:
+    """The request failed at its first token."""
+    async with AsyncEngine(engine(loaded)) as front:
+        stream = front.stream(LONG)
+        for wrong in ("8", -1, 2.5):
+            with pytest.raises(BadSetting, match=f"most_unread is {wrong!r}; it must be"):
+                stream.bound(wrong, lambda: None)  # type: ignore[arg-type]
+        assert await stream.completion() == engine(loaded).generate([LONG])[0]
+
+
 async def test_a_closed_stream_has_no_completion_and_lets_no_task_wait(loaded: LoadedModel) -> None:
     """The task waited for ever."""
     async with AsyncEngine(engine(loaded)) as front, front.paused():

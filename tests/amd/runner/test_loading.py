@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,12 @@ def test_a_place_without_a_model_is_refused(place: str, sentence: str, model_dir
     (model_dir / "empty").mkdir()
     with pytest.raises(BadModel, match=sentence):
         load_model(model_dir / place, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"model"])
+def test_a_path_that_is_none_is_refused(path: Any) -> None:
+    with pytest.raises(BadModel, match=f"path is a {type(path).__name__}; it must be of type PathLike"):
+        load_model(path, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])

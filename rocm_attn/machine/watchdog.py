@@ -22,7 +22,7 @@ class Watchdog:
     stream:  a file with a descriptor; if not given, the process' stderr
     on_hang: called with the sentence, for instance to dump a flight recorder
 
-    Raises BadSetting for seconds that are no number of at least 0.
+    Raises BadSetting for seconds that are no number of at least 0, and for a stream without a descriptor.
     """
 
     def __init__(
@@ -31,6 +31,10 @@ class Watchdog:
         if not real_number("seconds", seconds, BadSetting) >= 0:
             raise BadSetting(f"seconds is {seconds!r}; it must be at least 0")
         self._seconds = min(seconds, threading.TIMEOUT_MAX)  # a longer wait ends its thread with an OverflowError
+        try:
+            _ = stream is None or stream.fileno()
+        except (AttributeError, OSError) as error:  # the stacks could not be written, and on_hang would not be called
+            raise BadSetting(f"stream is a {type(stream).__name__} without a descriptor; give an open file") from error
         self._stream = stream
         self._on_hang = on_hang
 

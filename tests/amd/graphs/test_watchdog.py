@@ -1,5 +1,6 @@
 """A watchdog names a step that hangs, and reports nothing about steps that end."""
 
+import io
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,3 +162,12 @@ def test_a_time_that_never_comes_is_refused(seconds: Any) -> None:
     """The watch of NaN seconds ended at once, and reported nothing."""
     with pytest.raises(BadSetting, match="seconds is "):
         Watchdog(seconds)
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), "stderr"], ids=["StringIO", "text"])
+def test_a_stream_without_a_descriptor_is_refused(stream: Any) -> None:
+    """The report ended in its thread before on_hang was called."""
+    with pytest.raises(
+        BadSetting, match=f"stream is a {type(stream).__name__} without a descriptor; give an open file"
+    ):
+        Watchdog(SECONDS, stream=stream)

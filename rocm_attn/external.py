@@ -101,10 +101,13 @@ class LogAndCount:
 
     log:   default: this package's own logger
     count: faults so far
+
+    Raises BadSetting for a log of another kind.
     """
 
     def __init__(self, log: logging.Logger | None = None) -> None:
         self.log = log if log is not None else logging.getLogger(__name__)
+        require_kind("log", self.log, logging.Logger, BadSetting)
         self.count = 0
 
     def __call__(self, fault: DeviceFault) -> None:

@@ -215,8 +215,8 @@ class AdoptedPages:
         return pages
 
     def format(self, layer: int) -> PageFormat:
-        """The format that pages of a layer must have to be bound."""
-        return self._problems[layer].page_format
+        """The format that pages of a layer must have to be bound. Raises BadTensor for a layer that does not exist."""
+        return self._problem(layer).page_format
 
     def _problem(self, layer: int) -> Problem:
         if layer not in range(len(self._problems)):

@@ -23,7 +23,7 @@ from rocm_attn.errors import (
     Unsupported,
     WrongState,
 )
-from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource, LogAndCount
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.adopted import CsrSource, TableSource
 from rocm_attn.paging.index_spaces import Space
@@ -621,6 +621,13 @@ def test_a_policy_for_faults_that_cannot_be_called_is_refused() -> None:
         ExternalOptions(on_fault="log")  # type: ignore[arg-type]
 
 
+def test_a_class_of_policies_is_no_policy() -> None:
+    """It swallowed each fault: the fault became the log of a new policy."""
+    options = ExternalOptions(on_fault=LogAndCount)  # type: ignore[arg-type]
+    with pytest.raises(BadSetting, match="log is a DeviceFault; it must be of type Logger"):
+        options.on_fault(DeviceFault("a fault"))
+
+
 def test_a_causality_in_words_of_its_own_is_refused(device: torch.device, provider: str) -> None:
     table = TableSource(torch.zeros(4, 4, dtype=torch.int32, device=device))
     options = ExternalOptions(provider=provider)
@@ -631,6 +638,9 @@ def test_a_causality_in_words_of_its_own_is_refused(device: torch.device, provid
         options.problem(problem(), "causal")  # type: ignore[arg-type]
     with pytest.raises(WrongState, match="no kernels were chosen for steps with CAUSAL"):
         attention.kernels(Causality.CAUSAL)
+    for layer in (1, -1):
+        with pytest.raises(BadTensor, match=f"layer {layer} does not exist; the runtime has layers 0 to 0"):
+            attention.pages.format(layer)
 
 
 def test_an_interrupt_leaves_the_same_weights_in_steps_of_every_causality() -> None:

@@ -362,7 +362,7 @@ def test_pages_that_are_not_everything_are_refused(device: torch.device) -> None
         with pytest.raises(BadSetting, match=f"record_bytes is {wrong}; it must be"):
             HostMemory(1 << 16, wrong, pinned=False)  # type: ignore[arg-type]
     with pytest.raises(BadSetting, match="pinned is a int; it must be of type bool"):
-        HostMemory(1 << 16, 1 << 12, pinned=0)
+        HostMemory(1 << 16, 1 << 12, pinned=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("record_bytes", [1 << 12, 1 << 50])

@@ -86,6 +86,7 @@ class EngineClient:
     def streams(self, requests: Sequence[Request]) -> list[RequestStream]:
         """Like stream(), for several requests: all are queued when this returns, none if it raises."""
         self.check()
+        requests = list(requests)  # an iterator would be at its end after the checks
         for request in requests:
             self._engine.limits.check(request)
         if self._is_draining:

@@ -270,6 +270,12 @@ async def test_a_listener_that_raises_fails_its_own_request_alone(gives_up: bool
         assert await front.between_steps(lambda: is_empty(served))
 
 
+async def test_the_requests_of_an_iterator_are_queued(loaded: LoadedModel) -> None:
+    async with AsyncEngine(engine(loaded)) as front:
+        streams = front.streams(iter([LONG, LONG]))  # type: ignore[arg-type]
+        assert [await stream.completion() for stream in streams] == engine(loaded).generate([LONG, LONG])
+
+
 async def test_a_bound_that_is_no_number_is_refused_before_a_token_comes(loaded: LoadedModel) -> None:
     """The request failed at its first token."""
     async with AsyncEngine(engine(loaded)) as front:

@@ -57,7 +57,8 @@ class HostPages:
     metrics: counts hits, bytes and refusals
     least:   returns the smallest of all ranks' numbers, so that all of them use the same pages
 
-    Raises Unsupported for pages that cannot move alone, BadSetting for memory with records of another size.
+    Raises Unsupported for pages that cannot move alone, BadSetting for memory with records of another size, and
+    for arguments of another kind.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class HostPages:
         metrics: Metrics,
         least: Callable[[int], int] = int,
     ) -> None:
+        require_kind("memory", memory, HostMemory, BadSetting)
+        require_kind("model", model, str, BadSetting)
         self._runtime, self._memory, self._metrics, self._least = runtime, memory, metrics, least
         self._model = model
         self.device = runtime.device

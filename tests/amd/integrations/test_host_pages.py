@@ -354,6 +354,12 @@ def test_pages_that_are_not_everything_are_refused(device: torch.device) -> None
     plain = runtime_of([small_problem()], device, "torch")
     with pytest.raises(BadSetting, match="the memory has records of 4096 bytes, and this runtime's have 1152"):
         tier_of(plain, memory)
+    for given, words in (
+        ({"model": None}, "model is a NoneType; it must be"),
+        ({"memory": 9}, "memory is a int; it must"),
+    ):
+        with pytest.raises(BadSetting, match=words):
+            HostPages(plain, **{"memory": memory_for(plain), "model": "m", "metrics": Metrics(), **given})  # type: ignore[arg-type]
     with pytest.raises(NeverFits, match="host memory has room for no record of 4096 bytes"):
         HostMemory(100, 1 << 12, pinned=False)
     with pytest.raises(BadSetting, match=r"num_bytes is 8000000000.0; it must be a whole number"):

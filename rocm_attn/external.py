@@ -101,10 +101,13 @@ class LogAndCount:
 
     log:   default: this package's own logger
     count: faults so far
+
+    Raises BadSetting for a log of another kind.
     """
 
     def __init__(self, log: logging.Logger | None = None) -> None:
         self.log = log if log is not None else logging.getLogger(__name__)
+        require_kind("log", self.log, logging.Logger, BadSetting)
         self.count = 0
 
     def __call__(self, fault: DeviceFault) -> None:
@@ -158,9 +161,15 @@ class ExternalOptions:
             raise BadSetting("causalities is empty, so no step could run; give those that steps may have")
         for causality in self.causalities:
             require_kind("one of causalities", causality, Causality, BadSetting)
+        if not callable(self.on_fault):
+            raise BadSetting(f"on_fault is {self.on_fault!r}; give a callable, such as LogAndCount()")
 
     def problem(self, problem: Problem, causality: Causality) -> Problem:
-        """A layer's problem in steps of this causality. Raises BadProblem for chunks with a non-causal one."""
+        """A layer's problem in steps of this causality.
+
+        Raises BadProblem for chunks with a non-causal one, and BadSetting.
+        """
+        require_kind("causality", causality, Causality, BadSetting)
         if causality is Causality.OF_LAYERS:
             return problem
         right = 0 if causality is Causality.CAUSAL else problem.window_left
@@ -221,6 +230,9 @@ class ExternalAttention:
         for source in layers:
             require_kind("a layer", source, LayerSource, BadSetting)
         self.guards = guards = guards_from_settings() if guards is None else guards
+        target = target if target is not None else detect_target(self.device)
+        require_kind("guards", guards, Guards, BadSetting)
+        require_kind("target", target, Target, BadSetting)
         guards.warn()
         problems, spaces = [layer.problem for layer in layers], [layer.space for layer in layers]
         tables = tables if isinstance(tables, Mapping) else {Space.FULL: tables}
@@ -246,7 +258,6 @@ class ExternalAttention:
             device=self.device,
             gate=gate,
         )
-        target = target if target is not None else detect_target(self.device)
         self._head_weights = LayerHeadWeights(problems, self.device, guards.step.layers.new_head_weights)
         self.cores = {
             causality: self._new_core([options.problem(p, causality) for p in problems], spaces, target, agree)
@@ -282,7 +293,8 @@ class ExternalAttention:
         return self._publisher.line.number
 
     def kernels(self, causality: Causality = Causality.OF_LAYERS) -> LayerKinds:
-        """The kernels of steps of a causality."""
+        """The kernels of steps of a causality. Raises BadSetting, and WrongState for one that steps may not have."""
+        require_kind("causality", causality, Causality, BadSetting)
         return self._runs.core(causality).kinds
 
     def set_head_weights(self, layer: int, weights: HeadWeights) -> None:

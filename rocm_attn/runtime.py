@@ -149,7 +149,7 @@ class AttentionRuntime:
         """Returns the non-absorbed (expanded) prefill attention of a latent layer, for the running step.
 
         Raises BadProblem for a layer that is not latent, or has a window, ALiBi slopes or rows of several tokens, and
-        Unsupported in deterministic mode.
+        Unsupported in deterministic mode; BadTensor for a layer that does not exist.
         """
         problem = self.core.layers.problem(layer)
         if self.deterministic:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from rocm_attn.errors import FitsLater, RocmAttnError, WrongState
+from rocm_attn.errors import BadRequest, FitsLater, RocmAttnError, WrongState
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.truth.verdict import TruthVerdict
@@ -86,6 +86,7 @@ class EngineClient:
     def streams(self, requests: Sequence[Request]) -> list[RequestStream]:
         """Like stream(), for several requests: all are queued when this returns, none if it raises."""
         self.check()
+        requests = list(requests)  # an iterator would be at its end after the checks
         for request in requests:
             self._engine.limits.check(request)
         if self._is_draining:
@@ -204,15 +205,17 @@ class AsyncEngine(EngineClient):
         """Ends a request with the finish reason "abort". Its pages have been freed when this returns.
 
         number: RequestStream.number; nothing happens if that request has ended
+        Raises BadRequest for no whole number, and EngineEnded.
         """
         self.check()
-        self._thread.tell(EngineThread.abort, number)
+        self._thread.tell(EngineThread.abort, whole_number("number", number, BadRequest))
         await self.between_steps(_nothing)
 
     async def between_steps(self, function: Callable[[], T]) -> T:
         """Calls a function in the engine's thread while no step runs; returns its result, or raises its exception.
 
-        Raises EngineEnded. If the task is cancelled, the function may run nevertheless.
+        The function must not step the engine, as generate() does: the tokens of other requests would be lost. Raises
+        EngineEnded. If the task is cancelled, the function may run nevertheless.
         """
         self.check()
         result: T = await self._answer(EngineThread.call, function)
@@ -350,8 +353,7 @@ class _Books:
         self._cause = error
         self._why_closed = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
         for inbox in self.inboxes.values():
-            with suppress(Exception):  # of what is called on output; the others hear of the end too
-                inbox.fail(self._ending())
+            inbox.fail(self._ending())
         for waiting in self.questions.values():
             if not waiting.done():
                 waiting.set_exception(self._ending())

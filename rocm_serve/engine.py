@@ -13,6 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import compress
+from typing import get_args
 
 import numpy as np
 
@@ -21,8 +22,9 @@ from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before
 from rocm_attn.capture.prewarm import run_every_kernel
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadRequest, DeviceFault, WrongState
+from rocm_attn.errors import BadRequest, BadSetting, DeviceFault, WrongState
 from rocm_attn.machine.compile_watch import compile_watch
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.step.protocols import NO_EVIDENCE, NO_FLIGHT_RECORDER
 from rocm_attn.truth.live import LiveTruth
 from rocm_attn.truth.verdict import TruthVerdict
@@ -88,12 +90,14 @@ class Engine:
     and by the on_event of generate().
 
     Raises Unsupported if no kernel serves the model's layers, NeverFits if a pool is impossible, and BadSetting if the
-    ranks of a model have different files or options.
+    ranks of a model have different files or options, and for arguments of another kind.
     """
 
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
         options = options if options is not None else EngineOptions()
+        require_kind("loaded", loaded, LoadedModel, BadSetting)
+        require_kind("options", options, EngineOptions, BadSetting)
         require_alike(loaded, options)
         self._sizes = StepSizes.of(loaded, options)
         self.options = options = self._sizes.options
@@ -261,8 +265,10 @@ class Engine:
         reason: "stop" if the caller detokenises and has found a stop text
         The next step() returns an AbortEvent; completion() returns the result. The pages are freed, or stay in the
         prefix cache. A request that has already ended is left unchanged.
-        Raises BadRequest for a number that submit() has not given.
+        Raises BadRequest for a number that submit() has not given, and for another reason.
         """
+        if reason not in get_args(FinishReason):
+            raise BadRequest(f"reason is {reason!r}; it must be one of {', '.join(get_args(FinishReason))}")
         if number not in range(self._num_submitted):
             raise BadRequest(
                 f"there is no request {number!r}; submit() has returned the numbers below {self._num_submitted}"
@@ -317,6 +323,7 @@ class Engine:
 
         True also for a constraint whose compile has started before. Raises BadRequest.
         """
+        require_kind("the request", request, Request, BadRequest)
         if request.constraint is None or self._matching is None:
             return True
         return self._matching.has_room(request.constraint, request.stop_token_ids)
@@ -392,6 +399,8 @@ class Engine:
 
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
         """Serves requests to their end; returns their completions in the given order.
+
+        Requests that submit() has queued are served too: step() then returns none of their events.
 
         on_event: called with every new token, failure and abort, as they come. It may call abort(), and cancel(): the
                   completion then has no tokens, and the finish reason "abort"

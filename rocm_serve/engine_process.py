@@ -25,7 +25,7 @@ from io import BytesIO
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, ParamSpec
 
-from rocm_attn.errors import RocmAttnError
+from rocm_attn.errors import RocmAttnError, WrongState
 from rocm_serve.engine_thread import (
     Answer,
     Ended,
@@ -60,8 +60,9 @@ class EngineDied(RocmAttnError, RuntimeError):
 class EngineProcess:
     """An engine in a process of its own, for an EngineClient. Use it as a context manager: leaving it ends the process.
 
-    make: builds the engine in its process, which starts at once: a module-level function, or a partial of one.
-          Processes are spawned, so a script must keep its own work under `if __name__ == "__main__":`
+    make: builds the engine in its process, which starts at once: a module-level function that returns a context manager
+          of the engine, or a partial of one. Processes are spawned, so a script must keep its own work under
+          `if __name__ == "__main__":`
 
     Raises BadSetting for a make that the process cannot be given.
     """
@@ -107,8 +108,13 @@ class EngineProcess:
             self._pipe.close()
 
     def start(self, owner: Owner) -> None:
-        """Starts serving once the engine is built. Messages are read in the current event loop. Raises like limits."""
+        """Starts serving once the engine is built. Messages are read in the current event loop.
+
+        Raises like limits, and WrongState for a second client, or after close().
+        """
         _ = self.limits  # the first message
+        if self._is_read or self._pipe.closed:
+            raise WrongState("this engine's process serves a client already, or was closed; make another one")
         self._owner, self._loop = owner, asyncio.get_running_loop()
         os.set_blocking(self._pipe.fileno(), False)  # a process that hangs would hold up the event loop
         self._loop.add_reader(self._pipe.fileno(), self._take)
@@ -273,8 +279,8 @@ def _sendable(message: Message) -> Message:
     if isinstance(message, StepOutput) and message.completions:
         done = {ticket: replace(each, prompt_token_ids=()) for ticket, each in message.completions.items()}
         return replace(message, completions=done)
-    if isinstance(message, Ended) and message.error is not None:
-        return Ended(sendable(message.error))
-    if isinstance(message, Left | Answer) and message.error is not None:
+    if isinstance(message, Ended | Answer) and message.error is not None:
+        return replace(message, error=sendable(message.error))
+    if isinstance(message, Left) and message.error is not None:
         return replace(message, error=sendable(message.error))
     return message

@@ -93,7 +93,7 @@ class Answer:
 
     number: int
     result: object
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,11 @@ class EngineThread:
     def _answer(self, number: int, function: Callable[[], object]) -> None:
         try:
             result = function()
-        except Exception as error:  # the caller's own
+        except StopIteration as error:  # no future takes it
+            raised = RuntimeError("the function raised StopIteration")
+            raised.__cause__ = error
+            self._owner(Answer(number, None, raised))
+        except BaseException as error:  # the caller's own
             self._owner(Answer(number, None, error))
         else:
             self._owner(Answer(number, result))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
-from rocm_attn.machine.settings import check_fields, whole_number
+from rocm_attn.machine.settings import check_fields, require_kind, whole_number
 from rocm_serve.request_times import RequestTimes
 from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
 from rocm_serve.sampling.sampling_options import Sampling
@@ -111,6 +111,8 @@ class Request:
             if not 1 <= len(text) <= LONGEST_STOP:
                 raise BadRequest(f"a text of stop has {len(text)} characters; it must have 1 to {LONGEST_STOP}")
             require_characters(text, "a text of stop")
+        if self.constraint is not None:
+            require_kind("constraint", self.constraint, Constraint, BadRequest)
         if self.constraint is not None and self.ignore_eos:
             raise BadRequest(
                 "ignore_eos is set together with a constraint, which determines where the text ends; leave "

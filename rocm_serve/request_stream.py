@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from rocm_attn.errors import RocmAttnError, WrongState
+from rocm_attn.machine.settings import whole_number
 from rocm_serve.request import Completion, FinishReason, Request
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.text.request_text import RequestText
@@ -136,7 +138,10 @@ class Inbox:
     def fail(self, error: Exception) -> None:
         """Ends the request with an error."""
         self.error = error
-        self._wake()
+        try:
+            self._wake()
+        except Exception as raised:  # of what is called on output; other requests wait for this call to return
+            logging.getLogger(__name__).error("the end of a request could not be told", exc_info=raised)
 
     def take(self) -> OutputChunk:
         """Returns everything that can be read."""
@@ -156,13 +161,17 @@ class Inbox:
         finally:
             self._reader = None
 
+    def release(self) -> None:
+        """Ends the wait of its reader, if there is one."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
     def _wake(self) -> None:
         try:
             self.on_output()
         finally:
-            reader = self._reader
-            if reader is not None and not reader.done() and (self.has_ended or not self._reads_end_only):
-                reader.set_result(None)
+            if self.has_ended or not self._reads_end_only:
+                self.release()
 
 
 class RequestStream:
@@ -186,9 +195,9 @@ class RequestStream:
 
     async def __anext__(self) -> OutputChunk:
         """The next piece. Raises RequestFailed and EngineEnded, after the pieces that came before."""
-        if self._is_over:
-            raise StopAsyncIteration
         while (piece := self.take()) is None:
+            if self._is_over:
+                raise StopAsyncIteration
             await self._wait(end_only=False)
         return piece
 
@@ -207,13 +216,16 @@ class RequestStream:
     async def completion(self) -> Completion:
         """Waits for the end; returns the whole completion, also after chunks were read.
 
-        Raises RequestFailed, EngineEnded.
+        Raises RequestFailed, EngineEnded, and WrongState if the stream is closed before the end.
         """
-        if not self._inbox.has_ended:
+        if not self.has_ended:
             await self._wait(end_only=True)
         if self._inbox.error is not None:
             raise self._inbox.error
-        assert self._inbox.completion is not None, "a request ends with one of the two"
+        if self._inbox.completion is None:
+            raise WrongState(
+                "the stream was closed before its request had ended; wait for the completion, then close the stream"
+            )
         return self._inbox.completion
 
     @property
@@ -237,8 +249,11 @@ class RequestStream:
         return self._inbox.completion
 
     def bound(self, most_unread: int, on_late: Callable[[], None]) -> None:
-        """Calls on_late in the event loop whenever a token comes while more than most_unread tokens are unread."""
-        self._inbox.most_unread, self._inbox.on_late = most_unread, on_late
+        """Calls on_late in the event loop whenever a token comes while more than most_unread tokens are unread.
+
+        Raises BadSetting for no whole number of at least 0.
+        """
+        self._inbox.most_unread, self._inbox.on_late = whole_number("most_unread", most_unread, least=0), on_late
 
     def listen(self, on_output: Callable[[], None]) -> None:
         """Calls on_output in the event loop whenever take() has something to return or to raise."""
@@ -255,6 +270,7 @@ class RequestStream:
         self._is_over = True
         if not self._inbox.has_ended:
             self._forget(self.number)
+            self._inbox.release()
 
     async def __aenter__(self) -> RequestStream:
         return self

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class RopeTable:
              sines. n is the rotary dim. It needs every position of a step, up to the length of the longest sequence
     pairs:   which elements make a pair
     at_end:  whether the last n elements of a row are rotated, instead of the first n
-    Raises ValueError if the table has another shape, strides or dtype.
+    Raises ValueError if the table has another shape, strides or dtype, or the other fields are of another type.
     """
 
     cos_sin: Tensor
@@ -40,6 +42,11 @@ class RopeTable:
 
     def __post_init__(self) -> None:
         table = self.cos_sin
+        _require_tensor("cos_sin", table)
+        if not isinstance(self.pairs, RopePairs) or not isinstance(self.at_end, bool):
+            raise ValueError(
+                f"pairs is {self.pairs!r} and at_end is {self.at_end!r}; they must be a RopePairs, and True or False"
+            )
         if table.dim() != 2 or table.shape[1] < 2 or table.shape[1] % 2 or not table.is_contiguous():
             raise ValueError(
                 f"cos_sin has shape {list(table.shape)} and strides {list(table.stride())}; it must be contiguous, "
@@ -72,12 +79,27 @@ class RopeTable:
 
         inv_freq: float32 [n / 2], radians per position; 0 for a pair that is not rotated
         factor:   factor on cosines and sines (YaRN's attention factor)
-        Raises ValueError if inv_freq has another shape or dtype.
+        Raises ValueError if inv_freq has another shape or dtype, if num_positions is no whole number of at least 0, or
+        if factor is no finite number.
         """
+        _require_tensor("inv_freq", inv_freq)
         if inv_freq.dim() != 1 or inv_freq.dtype != torch.float32:
             raise ValueError(f"inv_freq is {inv_freq.dtype} {list(inv_freq.shape)}; it must be torch.float32 [pairs]")
+        if not isinstance(num_positions, Integral) or num_positions < 0:
+            raise ValueError(f"num_positions is {num_positions!r}; it must be a whole number of at least 0")
+        if not _is_finite(factor):
+            raise ValueError(f"factor is {factor!r}; it must be a finite number")
         angle = torch.arange(num_positions, dtype=torch.float32, device=inv_freq.device)[:, None] * inv_freq
         return cls(torch.cat((angle.cos(), angle.sin()), 1) * factor, pairs, at_end)
+
+
+def _require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__}; give a tensor on the device")
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, Real) and math.isfinite(number)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +109,8 @@ class RowNorm:
     weight: [n], float32, float16 or bfloat16, contiguous; the first n elements of a row are normalised. Ones for a norm
             without weights
     offset: 1.0 if the stored weights are differences from one (Gemma 2 and 3)
-    Raises ValueError if the weight has another shape, strides or dtype, or if eps is negative.
+    Raises ValueError if the weight has another shape, strides or dtype, or if eps or offset is no finite number, or eps
+    is negative.
     """
 
     weight: Tensor
@@ -96,13 +119,16 @@ class RowNorm:
 
     def __post_init__(self) -> None:
         weight = self.weight
+        _require_tensor("a norm's weight", weight)
         if weight.dim() != 1 or weight.dtype not in _FLOATS or not weight.is_contiguous():
             raise ValueError(
                 f"a norm's weight is {weight.dtype} {list(weight.shape)}; it must be contiguous, [elements], and "
                 f"one of {', '.join(map(str, _FLOATS))}"
             )
-        if not self.eps >= 0:
-            raise ValueError(f"a norm's eps is {self.eps}; it must be at least 0")
+        if not _is_finite(self.eps) or self.eps < 0:
+            raise ValueError(f"a norm's eps is {self.eps!r}; it must be a finite number of at least 0")
+        if not _is_finite(self.offset):
+            raise ValueError(f"a norm's offset is {self.offset!r}; it must be a finite number")
 
     @property
     def dim(self) -> int:

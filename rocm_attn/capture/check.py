@@ -33,6 +33,7 @@ from rocm_attn.capture.probe_requests import (
     room_for,
     stored_new_tokens,
 )
+from rocm_attn.machine.settings import whole_number
 from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
 from rocm_attn.step.step import Step
@@ -72,12 +73,14 @@ class CaptureCheck:
 
     vocabulary: probe tokens have ids from 1 to vocabulary - 1; padding has 0
     limits:     bounds of the difference; default: those of the target
+
+    Raises BadSetting.
     """
 
     def __init__(self, *, vocabulary: int = 3, limits: ProbeLimits | None = None, seed: int = 0) -> None:
-        self._vocabulary = vocabulary
+        self._vocabulary = whole_number("vocabulary", vocabulary, least=1)
         self._limits = limits
-        self._seed = seed
+        self._seed = whole_number("seed", seed, least=0)
 
     def has_steps(self, candidate: GraphCandidate) -> bool:
         """True if there is a step to capture now. A live step with faulty inputs is not used."""

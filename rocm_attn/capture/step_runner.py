@@ -37,7 +37,7 @@ from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder
 from rocm_attn.hip_graphs.tensor_trees import tensors_in
 from rocm_attn.machine.agreement import alone
-from rocm_attn.machine.settings import require_kind
+from rocm_attn.machine.settings import require_kind, whole_number
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
@@ -82,7 +82,8 @@ class StepRunner(Generic[Outputs]):
                    other; if not given, the halves run one after the other
     check:    compares each new graph with the eager run; graphs are switched off if they differ
     flight:   the flight recorder, which remembers the last steps
-    capture_after: how many steps of a plan run eagerly before it is captured; see graphs.eager_steps_before_capture
+    capture_after: how many steps of a plan run eagerly before it is captured; see graphs.eager_steps_before_capture.
+                   Raises BadSetting for no whole number of at least 0
 
     watchdog: reports a capture that takes longer than CAPTURE_SECONDS; may be replaced
     metrics:  counters of this runner, which the engine above it shares
@@ -106,7 +107,7 @@ class StepRunner(Generic[Outputs]):
         self._recorder = self._given_recorder = recorder  # the first is None while graphs are switched off
         self._check = check if check is not None else CaptureCheck()
         self.watchdog: Watchdog = _WATCHDOG
-        self._flight, self._capture_after = flight, capture_after
+        self._flight, self._capture_after = flight, whole_number("capture_after", capture_after, least=0)
         self._eager_steps: Counter[StepPlan] = Counter()
         self._has_raised = False  # True if a forward raised in the last trial of a graph
         self._pinned = runtime.guards.capture.new_pins()

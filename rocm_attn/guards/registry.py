@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from rocm_attn.errors import BadSetting
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.machine.distributions import installing
-from rocm_attn.machine.settings import Settings, settings
+from rocm_attn.machine.settings import Settings, require_kind, settings
 from rocm_attn.paging.adopted import AdoptedGuards
 from rocm_attn.paging.batch_checks import BatchGuards
 from rocm_attn.paging.host_record import HostGuards
@@ -145,6 +145,8 @@ GUARDS: tuple[Guard, ...] = tuple(
 def guards_from_settings(chosen: Settings | None = None) -> Guards:
     """Returns all safeguards except those that the settings switch off. Default: the process's settings.
 
-    Raises BadSetting for an id that does not exist.
+    Raises BadSetting for an id that does not exist, and for settings of another kind.
     """
-    return Guards().without(*(chosen if chosen is not None else settings()).disable_guards)
+    chosen = chosen if chosen is not None else settings()
+    require_kind("chosen", chosen, Settings, BadSetting)
+    return Guards().without(*chosen.disable_guards)

@@ -155,12 +155,14 @@ def compiled_layers(owner: Owner) -> CompiledLayers:
     """Returns the layer calls for a compiled forward, in place of `Part.layers`; one object per runtime.
 
     owner: an AttentionRuntime or ExternalAttention. A step of the latter has one part, so of() is not needed for it
+    Raises BadSetting for an owner of another type.
     """
+    problems = problems_of(owner)
     kept = _of_owner.get(owner)
     if kept is None:
         with torch.inference_mode(False):
             state = torch.zeros(1, dtype=torch.int32, device=owner.device)
-        is_latent = tuple(problem.pool is PoolKind.LATENT for problem in problems_of(owner))
+        is_latent = tuple(problem.pool is PoolKind.LATENT for problem in problems)
         kept = _of_owner[owner] = CompiledLayers(next(_numbers), 0, state, is_latent)
         _called[kept.number] = _Called(owner)
         weakref.finalize(owner, _called.pop, kept.number, None)

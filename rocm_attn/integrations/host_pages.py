@@ -30,6 +30,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import word_dtype
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.sending import sent
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.paging.host_memory import HostMemory
 from rocm_attn.paging.host_record import CHECKSUM, HEAD_WORDS, NAME_WORDS, checksums
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
@@ -56,7 +57,8 @@ class HostPages:
     metrics: counts hits, bytes and refusals
     least:   returns the smallest of all ranks' numbers, so that all of them use the same pages
 
-    Raises Unsupported for pages that cannot move alone, BadSetting for memory with records of another size.
+    Raises Unsupported for pages that cannot move alone, BadSetting for memory with records of another size, and
+    for arguments of another kind.
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class HostPages:
         metrics: Metrics,
         least: Callable[[int], int] = int,
     ) -> None:
+        require_kind("memory", memory, HostMemory, BadSetting)
+        require_kind("model", model, str, BadSetting)
         self._runtime, self._memory, self._metrics, self._least = runtime, memory, metrics, least
         self._model = model
         self.device = runtime.device
@@ -163,6 +167,9 @@ class HostPages:
     def _checked(self, keys: Sequence[bytes], pages: Int32Array) -> Int32Array:
         """Returns the pages. Raises BadBatch unless each key has one of its own, and page 0 is none."""
         pages, end = as_int32("pages", pages), self._runtime.table.full.pages.num_pages
+        require_kind("keys", keys, Sequence, BadBatch)
+        for key in keys:
+            require_kind("a key", key, bytes, BadBatch)
         if len(keys) > len(pages) or any(len(key) != NAME_BYTES for key in keys):
             raise BadBatch(
                 f"{len(keys)} keys of {sorted({len(key) for key in keys})} bytes and {len(pages)} pages were given; "

@@ -177,7 +177,7 @@ class KVExtent:
     kv_len: the number of the request's tokens
     first:  name of a space -> the first token that it still has there: 0, or the first one in the window's pages
 
-    Raises BadSetting for a number that is not whole.
+    Raises BadSetting for a number that is not whole, or below 0.
     """
 
     kv_len: int
@@ -186,8 +186,10 @@ class KVExtent:
     def __post_init__(self) -> None:
         if not isinstance(self.first, Mapping):
             raise BadSetting(f"first of an extent is {self.first!r}; give the first token of each space by its name")
-        object.__setattr__(self, "kv_len", whole_number("kv_len of an extent", self.kv_len))
-        first = {space: whole_number(f"the first token in {space!r}", token) for space, token in self.first.items()}
+        object.__setattr__(self, "kv_len", whole_number("kv_len of an extent", self.kv_len, least=0))
+        first = {
+            space: whole_number(f"the first token in {space!r}", token, least=0) for space, token in self.first.items()
+        }
         object.__setattr__(self, "first", first)
 
 

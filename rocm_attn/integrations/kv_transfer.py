@@ -266,11 +266,14 @@ class KVExporter(_Mover):
         return KVExtent(kv_len, first)
 
     def num_bytes(self, extent: KVExtent) -> int:
-        """Returns the size in bytes of a buffer for all layers, recurrent ones included, and the checksum."""
+        """Returns the size in bytes of a buffer for all layers, recurrent ones included, and the checksum.
+
+        Raises BadTensor.
+        """
         return _num_bytes(stretches(self.passport, extent, self._all)) + num_record_bytes(self._states)
 
     def num_layer_bytes(self, extent: KVExtent, layer: int) -> int:
-        """Returns the size in bytes of a buffer for one layer."""
+        """Returns the size in bytes of a buffer for one layer. Raises BadTensor."""
         return _num_bytes(stretches(self.passport, extent, self._only(layer)))
 
     def export_row(self, row: int, kv_len: int, buffer: Tensor) -> KVExtent:

@@ -18,7 +18,7 @@ def device_of(device: torch.device | str) -> torch.device:
     """The device of a name; the CPU has no index, as its tensors have none. Raises BadSetting for an unknown name."""
     try:
         named = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise BadSetting(
             f"device {device!r} is not known; use 'cpu', 'cuda' or 'cuda:1' (HIP devices are 'cuda' in torch)"
         ) from error
@@ -39,6 +39,7 @@ def with_index(device: torch.device | str) -> torch.device:
     """Turns cuda into cuda:N, so that the device compares equal to those of tensors. Raises BadSetting."""
     device = device_of(device)
     if device.type == "cuda" and device.index is None:
+        require_there(device)
         return torch.device("cuda", torch.cuda.current_device())
     return device
 

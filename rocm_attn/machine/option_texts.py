@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal
 
 from rocm_attn.errors import BadSetting
@@ -20,6 +21,7 @@ _KINDS: Mapping[type, tuple[type, str]] = {
     int: (Integral, "a whole number"),
     float: (Real, "a finite number"),
     str: (str, "a text"),
+    Path: (Path, "a pathlib.Path"),
 }
 
 

@@ -92,7 +92,7 @@ KNOWN_TARGETS: dict[str, Target] = {
 
 def known_target(arch: str) -> Target:
     """Returns the recorded target of an arch. Raises BadSetting, which lists the known ones."""
-    if arch not in KNOWN_TARGETS:
+    if not isinstance(arch, str) or arch not in KNOWN_TARGETS:
         raise BadSetting(
             f"arch {arch!r} is not known; choose one of {', '.join(KNOWN_TARGETS)}, or a GPU: {', '.join(GPUS)}"
         )

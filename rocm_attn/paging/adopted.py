@@ -23,6 +23,7 @@ from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.metadata.engine_tensors import EngineRows, GatherSource
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, TableTerms
 from rocm_attn.machine.devices import require_tensor
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
@@ -50,6 +51,8 @@ class TableSource:
     copied:    True if begin() copies the step's rows, so that the engine may write to the table after the event
                tables.copied. If not, it is read in fill(), or in place until the step's last layer. slot_map is read in
                fill() too, if slots are passed there
+
+    Raises BadTensor.
     """
 
     entries: Tensor
@@ -62,6 +65,8 @@ class TableSource:
         _check_integers("entries", self.entries, 2)
         if self.slot_map is not None:
             _check_integers("slot_map", self.slot_map, 1)
+        require_kind("unit", self.unit, TableUnit, BadTensor)
+        _check_flags(self)
 
     @property
     def gather(self) -> GatherSource:
@@ -75,6 +80,8 @@ class CsrSource:
     indptr:    int32 or int64 [rows + 1], any stride; row -> its first entry in indices
     indices:   int32 or int64 [n], any stride; page ids
     null_page, copied: see TableSource
+
+    Raises BadTensor.
     """
 
     indptr: Tensor
@@ -87,6 +94,7 @@ class CsrSource:
         _check_integers("indices", self.indices, 1)
         if self.indptr.shape[0] < 2:
             raise BadTensor(f"indptr has {self.indptr.shape[0]} elements; it needs one more than rows, so at least 2")
+        _check_flags(self)
 
     @property
     def gather(self) -> GatherSource:
@@ -94,6 +102,11 @@ class CsrSource:
 
 
 Source = TableSource | CsrSource
+
+
+def _check_flags(source: Source) -> None:
+    for name in ("null_page", "copied"):
+        require_kind(name, getattr(source, name), bool, BadTensor)
 
 
 def _check_integers(name: str, tensor: Tensor, dims: int) -> None:

@@ -47,8 +47,11 @@ def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor,
         raise BadTensor(
             f"the axes are {axes!r}; name each of {', '.join(_AXES)} once, and layer too if one tensor holds all layers"
         )
+    if not isinstance(kv, Tensor):
+        require_kind("kv", kv, Sequence, BadTensor)
     tensors = [kv] if isinstance(kv, Tensor) else kv
     for tensor in tensors:
+        require_tensor("the KV cache of a layer", tensor)
         if tensor.dim() != len(named) or tensor.shape[named.index("kv")] != 2:
             raise BadTensor(
                 f"a KV cache of shape {list(tensor.shape)} does not have the axes {axes!r}: they name {len(named)} "
@@ -212,8 +215,8 @@ class AdoptedPages:
         return pages
 
     def format(self, layer: int) -> PageFormat:
-        """The format that pages of a layer must have to be bound."""
-        return self._problems[layer].page_format
+        """The format that pages of a layer must have to be bound. Raises BadTensor for a layer that does not exist."""
+        return self._problem(layer).page_format
 
     def _problem(self, layer: int) -> Problem:
         if layer not in range(len(self._problems)):

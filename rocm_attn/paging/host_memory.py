@@ -7,9 +7,9 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import NeverFits
+from rocm_attn.errors import BadSetting, NeverFits
 from rocm_attn.machine.devices import memory_of
-from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.settings import require_kind, whole_number
 
 # torch rounds pinned allocations up to a power of two.
 _BLOCK_BYTES = 256 << 20
@@ -63,6 +63,7 @@ class HostMemory:
 
     def __init__(self, num_bytes: int, record_bytes: int, *, pinned: bool) -> None:
         self.record_bytes = record_bytes = whole_number("record_bytes", record_bytes, least=1)
+        require_kind("pinned", pinned, bool, BadSetting)
         self.num_slots = whole_number("num_bytes", num_bytes) // record_bytes
         self._records = HostRecords(self.num_slots, record_bytes, pinned=pinned)
         self._slots: OrderedDict[bytes, int] = OrderedDict()

@@ -219,7 +219,7 @@ class RequestTable:
     def is_reserved(self, rows: Integers, kv_len: Integers) -> bool:
         """True if reserve_all(rows, kv_len) would do nothing: all of these rows have room for kv_len tokens.
 
-        rows, kv_len: integers [num_seqs]
+        rows, kv_len: integers [num_seqs]. Raises BadBatch for anything else
         """
         rows, kv_len = as_int32("rows", rows), as_int32("kv_len", kv_len)
         if len(rows) != len(kv_len) or len(rows) == 0:
@@ -231,7 +231,10 @@ class RequestTable:
         return True
 
     def room(self, rows: Integers) -> Int32Array:
-        """int32 [n]: tokens that each row has room for in every space; -1: not admitted. rows: integers [n]"""
+        """int32 [n]: tokens that each row has room for in every space; -1: not admitted. rows: integers [n]
+
+        Raises BadBatch for anything else.
+        """
         rows, lengths = as_int32("rows", rows), self._rows.reserved_len
         unsigned = rows.view(np.uint32)  # negative rows are huge ones
         try:
@@ -265,17 +268,20 @@ class RequestTable:
         """Admits a new row that shares the pages of row's first kv_len tokens. Neither row may store these again.
 
         To recompute some of them, share fewer, or truncate() the row in question.
-        Raises OutOfRows, and BadBatch for tokens that row has no room for, or whose window pages were freed. With
-        recurrent layers, if row has no state after kv_len tokens, the new row has none: the step that needs it raises.
+        Raises OutOfRows, WrongState for a row that is not admitted, BadSetting for an invalid length, and BadBatch for
+        tokens that row has no room for, or whose window pages were freed; nothing is changed then. With recurrent
+        layers, if row has no state after kv_len tokens, the new row has none: the step that needs it raises.
         """
         row = self._rows.must_be_admitted(row)
         kv_len = self._rows.must_have_room(row, kv_len, f"{kv_len} of them cannot be shared")
+        end = num_pages(kv_len, self.page_size)
+        pages = [table.entries_host[row, :end] for table in self.spaces]
+        self._rows.first_held(pages, kv_len, row)  # a fork that is refused is noted nowhere
         self.generations.share(row)
         self._rows.look_from[row] = ALWAYS
-        end = num_pages(kv_len, self.page_size)
         self.tokens.on_share()
         stored_len = min(kv_len, int(self.tokens.stored_len[row]))
-        child = self._rows.begin([table.entries_host[row, :end] for table in self.spaces], kv_len, stored_len, row)
+        child = self._rows.begin(pages, kv_len, stored_len, row)
         self.tokens.raise_first_writable(row, kv_len)
         self.states.fork(row, child, kv_len)
         return child
@@ -286,7 +292,8 @@ class RequestTable:
         If kv_len is at least the number of stored tokens, only pages that were reserved ahead are freed, in every
         space. A row that shares pages can be rolled back only this way: the next reserve() copies the page of token
         kv_len if another row holds it too, and allocates new pages after it. A row that shares no page may also simply
-        begin a step at an earlier token. Raises WrongState, and BadBatch for more tokens than row has room for.
+        begin a step at an earlier token. Raises WrongState, BadSetting for an invalid length, and BadBatch for more
+        tokens than row has room for.
         """
         row = self._rows.must_be_admitted(row)
         kv_len = self._rows.must_have_room(row, kv_len, f"it cannot go back to {kv_len}")
@@ -345,6 +352,9 @@ class RequestTable:
         return int(self.space(space).num_held(np.array([row]), np.array([self._rows.end(row)]))[0])
 
     def pages_of(self, row: int, space: Space = Space.FULL) -> Int32Array:
-        """The page ids of a row in a space, in order; 0 for pages that were freed because they left the window."""
+        """The page ids of a row in a space, in order; 0 for pages that were freed because they left the window.
+
+        Raises WrongState for a row that is not admitted, and BadSetting.
+        """
         row = self._rows.must_be_admitted(row)
         return np.array(self.space(space).entries_host[row, : self._rows.end(row)], np.int32)

@@ -102,7 +102,7 @@ class Rows:
     def space(self, space: Space) -> PageTable:
         """The page table of a space. Raises BadSetting if rows have no pages there."""
         for table in self.spaces:
-            if table.space is space:
+            if table.space is space or (isinstance(space, Space) and table.space == space):
                 return table
         name = getattr(space, "name", repr(space))
         raise BadSetting(f"rows have no pages in the {name} space; build the runtime with swa_pages")
@@ -122,7 +122,7 @@ class Rows:
         parent:     the row that has them; the reserved one if they were kept
         Raises OutOfRows, and BadBatch if a page is missing that steps from kv_len on see; nothing is changed then.
         """
-        first = [table.first_held(held, kv_len, parent) for table, held in zip(self.spaces, pages, strict=True)]
+        first = self.first_held(pages, kv_len, parent)
         row = self.admit()
         self.capacity[row], self.reserved_len[row] = len(pages[0]) * self.page_size, kv_len
         for table, begin, held in zip(self.spaces, first, pages, strict=True):
@@ -130,6 +130,12 @@ class Rows:
         self.tokens.mark(row, stored_len)
         self.tokens.raise_first_writable(row, kv_len)
         return row
+
+    def first_held(self, pages: Sequence[Int32Array], kv_len: int, parent: int) -> list[int]:
+        """The first page_no that begin() takes in each space. Raises what begin() raises, and changes nothing."""
+        first = [table.first_held(held, kv_len, parent) for table, held in zip(self.spaces, pages, strict=True)]
+        _ = self.next_row
+        return first
 
     def admit(self) -> int:
         """Admits a row without pages. Raises OutOfRows."""

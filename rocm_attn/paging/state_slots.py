@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.paging.request_table import RequestTable
 
 
@@ -16,6 +17,7 @@ def require_state_slots(table: RequestTable, **states: Tensor) -> None:
     """
     entries = table.spaces[0].entries
     for name, state in states.items():
+        require_tensor(name, state)
         found = state.shape[0] if state.dim() else 0
         if found < len(entries):
             raise BadTensor(

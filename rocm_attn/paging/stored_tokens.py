@@ -220,13 +220,20 @@ class StepStores:
         """
         if self.refusal:
             raise BadBatch(self.refusal)
-        if self._in_turn > 1 and child % self._in_turn and not self._done[child - 1] & self._bit_of[layer]:
+        if self._in_turn > 1 and child % self._in_turn and not self._has_stored(child - 1, layer):
             step = child % self._in_turn
             raise WrongState(
                 f"draft step {step} stores in layer {layer} before draft step {step - 1}; run the draft steps of a "
                 "round in order, each with all its layers"
             )
         self._wrote = True
+
+    def _has_stored(self, child: int, layer: int) -> bool:
+        """True if a child has stored in a layer, and for a layer that does not exist, which the call itself refuses."""
+        try:
+            return bool(self._done[child] & self._bit_of[layer])
+        except (IndexError, TypeError):
+            return True
 
     def before_move(self) -> None:
         """Raises BadBatch if the running step, or the last one, may not write to the pages of its new tokens.

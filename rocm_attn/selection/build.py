@@ -40,7 +40,7 @@ def build_runtime(
               ranks must then build their runtimes, capture graphs and begin steps in the same order
 
     Raises Unsupported if no kernel serves a layer, BadProblem and NeverFits for an impossible pool, and
-    BadSetting for safeguards that do not exist, and arguments of another kind.
+    BadSetting for safeguards that do not exist, for a device that is not there, and for arguments of another kind.
     """
     require_kind("problems", problems, Sequence, BadSetting)
     for problem in problems:
@@ -49,9 +49,12 @@ def build_runtime(
     require_kind("recurrent", recurrent, RecurrentLayers, BadSetting)
     device = with_index(device)
     guards = guards if guards is not None else guards_from_settings()
+    require_kind("guards", guards, Guards, BadSetting)
+    target = target if target is not None else detect_target(device)
+    require_kind("target", target, Target, BadSetting)
     selections = choose_kernels(
         list(dict.fromkeys(problems)),
-        target if target is not None else detect_target(device),
+        target,
         options.provider,
         options.pool_size,
         deterministic=options.deterministic,

@@ -23,7 +23,7 @@ from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
 from rocm_attn.kernels.speculative.limits import MOST_NODES
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
-from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.devices import on_device, require_tensor
 from rocm_attn.paging.storage import PagePool, RowTable, SpaceTable
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.torch_ref import TORCH
@@ -100,6 +100,7 @@ def select_last_accepted(rows: Tensor, step: Part, num_accepted: Tensor) -> Tens
     for the device. Padding, and a sequence without new tokens, get a row that must not be used. Raises BadTensor.
     """
     num_tokens = step.token_ids.shape[0]
+    require_tensor("rows", rows)
     if rows.dim() == 0 or rows.shape[0] != num_tokens:
         raise BadTensor(f"rows have shape {list(rows.shape)}; this step has {num_tokens} padded tokens")
     return rows.index_select(0, last_accepted(step, num_accepted))
@@ -108,6 +109,7 @@ def select_last_accepted(rows: Tensor, step: Part, num_accepted: Tensor) -> Tens
 def last_accepted(step: Part, num_accepted: Tensor) -> Tensor:
     """int32 or int64 [S]: the token of each sequence that select_last_accepted selects the row of. Raises BadTensor."""
     num_tokens, num_seqs = step.token_ids.shape[0], step.row_of_seq.shape[0]
+    require_tensor("num_accepted", num_accepted)
     if tuple(num_accepted.shape) != (num_seqs,) or num_accepted.dtype not in (torch.int32, torch.int64):
         raise BadTensor(
             f"num_accepted is {num_accepted.dtype} of shape {list(num_accepted.shape)}; it must be torch.int32 or "

@@ -32,7 +32,7 @@ from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
-from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.devices import on_device, require_tensor
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import ALL_KEYS, OF_ONE_TOKEN, UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
@@ -98,6 +98,7 @@ class ExpandedPrefill:
         num_tokens = int(batch.q_len.sum())
         dims = {"q": (q, 3), "latents": (latents, 2)}
         for name, (tensor, dim) in dims.items():
+            require_tensor(name, tensor)
             if tensor.dim() != dim or tensor.shape[0] != num_tokens:
                 raise BadTensor(
                     f"{name} has shape {list(tensor.shape)}; its {dim} dimensions must begin with the step's "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.paging.adopted_pages import check_scales
 from rocm_attn.paging.convert import KEEPING_BITS
 from rocm_attn.problem import KVEncoding, Problem, Scales
@@ -38,6 +40,7 @@ class KVScales:
                 f"layer {layer} has {problem.kv_scales.value}; scales can be set only by problems with kv_scales "
                 "LAYER or HEAD"
             )
+        require_kind("made_for", self.made_for, KVEncoding, BadTensor)
         made_for = problem.kv_encoding if self.made_for is KVEncoding.LIKE_Q else self.made_for
         encodings = made_for.over(problem.dtype), problem.kv_encoding.over(problem.dtype)
         if encodings[0] is not encodings[1] and encodings not in KEEPING_BITS:
@@ -64,7 +67,11 @@ def written_pages(pages: LayerPages, k: Tensor, v: Tensor, renew: NewHeadWeights
 
 
 def _checked(name: str, given: Tensor | float, count: int) -> Tensor:
-    scale_values = torch.as_tensor(given, dtype=torch.float32 if isinstance(given, float) else None).detach()
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    try:
+        scale_values = torch.as_tensor(given, dtype=torch.float32 if is_number else None).detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise BadTensor(f"the scales of {name} are {given!r}; give a number, or a floating-point tensor") from error
     if scale_values.is_meta:
         raise BadTensor(f"the scales of {name} are on the meta device, whose tensors have no values; load them first")
     if not scale_values.is_floating_point() or scale_values.numel() != count or scale_values.dim() > 1:

@@ -303,7 +303,7 @@ class Layers(TensorChecks):
         """Arguments of the layer's kernel. tensors: of the space that the layer reads in"""
         kind = self._kind_of_layer[layer]
         row, problem = plan.kernels[kind].entry, self._selections[kind].problem
-        self._check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
+        self.check_rows(problem, tensors.slot_of_token.shape[0], q, out, lse)
         if lse is not None and not row.limits.gives_lse(problem):
             raise BadTensor(f"{row.name} returns no lse; build the runtime of problems with wants_lse=True")
         weights = self._head_weights.of(layer)
@@ -323,7 +323,7 @@ class Layers(TensorChecks):
         selection, tensors, (places, selected) = self._selections[kind], self._read_by(step, kind), step.attended[kind]
         assert selected is not None
         assert selection.sparse is not None
-        self._check_rows(selection.problem, tensors.slot_of_token.shape[0], q, out, lse)
+        self.check_rows(selection.problem, tensors.slot_of_token.shape[0], q, out, lse)
         if lse is not None and not selection.sparse.gives_lse:
             name = selection.sparse.entries[0]
             raise BadTensor(f"{name} returns no lse; build the runtime of problems with wants_lse=True")
@@ -413,7 +413,8 @@ class Layers(TensorChecks):
         assert isinstance(problem.indexer, Indexer)
         return problem, problem.indexer
 
-    def _check_rows(self, problem: Problem, num_tokens: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
+    def check_rows(self, problem: Problem, num_tokens: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        """Raises BadTensor for rows that attend() does not take."""
         self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
         self._check_written("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
         require_apart("out", out, "q", q)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import AnyDrafts
 from rocm_attn.errors import BadTensor, WrongState
-from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.devices import on_device, require_tensor
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import LayerCalls
@@ -56,6 +56,7 @@ class RoundTree:
     def set_parents(self, step: int, parents: Tensor) -> None:
         """See `Part.set_parents`; for a draft step."""
         of_step = self._numbers_of(step)
+        require_tensor("parents", parents)
         if parents.dtype != torch.int32 or parents.numel() != of_step.numel() or parents.device != of_step.device:
             raise BadTensor(
                 f"parents are {parents.dtype} of shape {list(parents.shape)} on {parents.device}; a step of these "

@@ -19,6 +19,7 @@ from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedP
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadSetting, reason_of
+from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.values_json import as_json, from_json
 from rocm_attn.machine.whole_files import require_place, whole_file
 from rocm_attn.problem import Problem
@@ -38,17 +39,18 @@ _Noted = tuple[int, StepPlan, bool, int, Int32Array, Int32Array, Int32Array, Pre
 class FlightRecorder(Flight):
     """A ring buffer of a runtime's last steps, written to a file when a step raises.
 
-    path: the file of a dump; an earlier one is replaced
+    path:      the file of a dump; an earlier one is replaced
+    num_steps: how many steps are remembered, at least 1
 
-    Raises BadSetting at once if no file can be written there.
+    Raises BadSetting at once if no file can be written there, and for another number of steps.
     """
 
     def __init__(self, runtime: AttentionRuntime, path: Path | str, *, num_steps: int = NUM_STEPS) -> None:
         self.path = Path(path)
         require_place(self.path, "the flight record")
         self._runtime = runtime
-        self._num_steps = num_steps
-        self._ring: list[_Noted | None] = [None] * num_steps
+        self._num_steps = whole_number("num_steps", num_steps, least=1)
+        self._ring: list[_Noted | None] = [None] * self._num_steps
         self._noted = 0
 
     def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:

@@ -22,6 +22,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds, tensors_of
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
@@ -78,6 +79,8 @@ class SampledCheck(Generic[Outputs]):
     tap:      wraps the layers that the runner's model calls
     seed:     for the choice of layers and sequences
     evidence: keeps the inputs and the machine code of a layer that was found wrong
+
+    Raises BadSetting.
     """
 
     def __init__(
@@ -91,14 +94,12 @@ class SampledCheck(Generic[Outputs]):
         seed: int = 0,
         evidence: Evidence = NO_EVIDENCE,
     ) -> None:
-        assert every >= 1
         self._runner = runner
         self._runtime = runtime
         self._problems = tuple(problems)
         self._tap = tap
-        self._every = every
-        self._random = np.random.default_rng(seed)
-        self._until_next = every
+        self._every = self._until_next = whole_number("every", every, least=1)
+        self._random = np.random.default_rng(whole_number("seed", seed, least=0))
         self._evidence = evidence
 
     @property

@@ -9,8 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import WrongState
+from rocm_attn.errors import BadSetting, WrongState
 from rocm_attn.external import ExternalAttention
+from rocm_attn.machine.settings import require_kind, whole_number
 from rocm_attn.watch.few_sequences import MOST_SEQS, MOST_TOKENS, LayerOfStep
 
 
@@ -30,10 +31,17 @@ def shadow_check(
 
     most_seqs:   how many sequences are compared at most, chosen by seed
     most_tokens: how many of the last new tokens of each are compared at most
-    Raises WrongState, BadTensor.
+    Raises WrongState, BadTensor, BadSetting.
     """
+    require_kind("attention", attention, ExternalAttention, BadSetting)
+    most_seqs, most_tokens = (
+        whole_number("most_seqs", most_seqs, least=0),
+        whole_number("most_tokens", most_tokens, least=0),
+    )
+    seed = whole_number("seed", seed, least=0)
     run = attention.gate.running()
     problem = run.core.layers.problem(layer)
+    run.core.layers.check_rows(problem, run.plan.shape.num_tokens, q, out, None)
     if run.plan.shape.kind is StepKind.MASKED:
         raise WrongState("the step has a mask, which only its engine can compare; check another step")
     kind = run.core.kinds.of_layer[layer]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.machine.devices import require_there
+from rocm_attn.machine.devices import device_of, require_there
 from rocm_attn.models.config import ModelConfig, RowFactors
 from rocm_attn.models.cut import cost_of_cut
 from rocm_attn.models.families import DECODERS
@@ -84,7 +84,9 @@ class ModelFiles:
     tokenizer: Tokenizer | None
 
 
-def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
+def load_model(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str, ranks: Ranks = ONE_RANK
+) -> LoadedModel:
     """Loads the model at `path`: a directory with config.json and safetensors, a .gguf file, a hub id, or "smollm2".
 
     dtype: dtype of all weights: float32, float16 or bfloat16
@@ -95,6 +97,7 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ra
     started = time.perf_counter()
     if dtype not in DTYPES:
         raise BadSetting(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
+    device = device_of(device)
     require_there(device)
     files, num_ranks = open_model(path), ranks.shard.num_ranks
     part, cost = files.config.on_one_of(num_ranks), cost_of_cut(files.config, num_ranks)

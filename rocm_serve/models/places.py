@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from os import PathLike
 from pathlib import Path
 
 from rocm_attn.errors import BadModel
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.models.hub import directory_of_id, is_hub_id
 
 DEFAULT_MODEL = "smollm2"
@@ -17,6 +19,7 @@ def find_model(path: str | Path) -> Path:
 
     Raises BadModel if there is none.
     """
+    require_kind("path", path, str if isinstance(path, str) else PathLike, BadModel)
     if is_hub_id(str(path)):
         return directory_of_id(str(path))
     place = _smollm2() if str(path) == DEFAULT_MODEL else Path(path)

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 
 from rocm_attn.capture.graphs import CaptureReport, Progress
-from rocm_attn.errors import BadSetting, NeverFits
+from rocm_attn.errors import BadRequest, BadSetting, NeverFits
 from rocm_attn.machine.devices import memory_of
-from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.settings import require_kind, whole_number
 from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.messages import ModelLoader, RankSetup, require_sendable
@@ -44,6 +44,7 @@ class RankedEngine:
     ) -> None:
         num_ranks = whole_number("num_ranks", num_ranks, least=1)
         self.options = options if options is not None else EngineOptions()
+        require_kind("options", self.options, EngineOptions, BadSetting)
         require_sendable("load", load)
         _check(num_ranks, device_type, self.options.host_kv_bytes)
         require_ranks(self.options.speculative, num_ranks)  # before the ranks read weights, which takes minutes
@@ -88,6 +89,7 @@ class RankedEngine:
 
     def can_prepare(self, request: Request) -> bool:
         """Like Engine.can_prepare, on every rank."""
+        require_kind("the request", request, Request, BadRequest)
         return self._do_all("can_prepare", request)
 
     def is_prepared(self, request: Request) -> bool:

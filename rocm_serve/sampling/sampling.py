@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.errors import BadLogits
+from rocm_attn.errors import BadLogits, BadTensor
 from rocm_attn.kernels.sampling.row_results import ALL_ZERO, NONE_LEFT
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.providers.launches import PickRows
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
@@ -223,7 +224,14 @@ def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLo
     """Samples one token id per row, by the row's sampler; a BadLogits in place of an id if none can be sampled.
 
     logits: [rows, vocab]. The host waits for the device
+    Raises BadTensor for another number of rows than of samplers.
     """
+    require_tensor("logits", logits)
+    if logits.dim() != 2 or len(logits) != len(samplers) or not logits.shape[1]:
+        raise BadTensor(
+            f"logits have shape {list(logits.shape)} and there are {len(samplers)} samplers; give [rows, vocab], with "
+            "a row for each sampler"
+        )
     draws = [sampler.next_draw() for sampler in samplers]
     return _found(logits, {row: draw for row, draw in enumerate(draws) if draw.temperature > 0}, TORCH.ops().pick_rows)
 

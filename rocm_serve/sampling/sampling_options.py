@@ -10,6 +10,7 @@ from numbers import Real
 
 from rocm_attn.errors import BadRequest
 from rocm_attn.machine.option_texts import option, option_texts
+from rocm_attn.machine.settings import whole_number
 
 # Most tokens of one request that have a bias, and the largest size of one.
 MOST_BIASES, LARGEST_BIAS = 1024, 100
@@ -84,18 +85,19 @@ class Sampling:
         self._check_biases()
 
     def _check_biases(self) -> None:
+        if not isinstance(self.logit_bias, tuple | list) or not all(map(_is_pair, self.logit_bias)):
+            raise BadRequest(f"logit_bias is {self.logit_bias!r}; give pairs of a token id and its bias")
         if len(self.logit_bias) > MOST_BIASES:
             raise BadRequest(f"logit_bias has {len(self.logit_bias)} tokens; at most {MOST_BIASES} are allowed")
-        if not isinstance(self.logit_bias, tuple | list) or any(len(pair) != 2 for pair in self.logit_bias):
-            raise BadRequest(f"logit_bias is {self.logit_bias!r}; give pairs of a token id and its bias")
-        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise BadRequest("logit_bias has a token twice; give each token once")
         for token, bias in self.logit_bias:
+            whole_number("a token of logit_bias", token, BadRequest)
             if not (isinstance(bias, Real) and -LARGEST_BIAS <= bias <= LARGEST_BIAS):
                 raise BadRequest(
                     f"logit_bias of token {token} is {bias!r}; it must be at least -{LARGEST_BIAS} and at most "
                     f"{LARGEST_BIAS}"
                 )
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise BadRequest("logit_bias has a token twice; give each token once")
 
     @property
     def is_greedy(self) -> bool:
@@ -106,6 +108,10 @@ class Sampling:
     def has_penalties(self) -> bool:
         """True if logits depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
 
 
 _TEXTS = {name: text for name, (_, text) in option_texts(Sampling).items()}

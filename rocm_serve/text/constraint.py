@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rocm_attn.errors import BadRequest
 from rocm_attn.machine.distributions import installing
+from rocm_attn.machine.settings import check_fields
 from rocm_serve.text.characters import require_characters
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class Constraint:
     lead: str = ""
 
     def __post_init__(self) -> None:
+        check_fields(self, BadRequest)
+        if self.kind not in get_args(ConstraintKind):
+            raise BadRequest(f"kind is {self.kind!r}; it must be one of {', '.join(get_args(ConstraintKind))}")
         if len(self.text) > MOST_CHARACTERS:
             raise BadRequest(f"the constraint has {len(self.text)} characters; at most {MOST_CHARACTERS} are allowed")
         if not self.text:
@@ -67,8 +71,9 @@ class Constraint:
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Constraint:
         """One of these texts."""
-        if not texts or not all(texts):
-            raise BadRequest("a choice needs at least one text, each with at least one character")
+        are_texts = isinstance(texts, Sequence) and all(isinstance(text, str) and text for text in texts)
+        if isinstance(texts, str) or not are_texts or not texts:
+            raise BadRequest("a choice needs at least one text, each with at least one character; give a list of them")
         # A name in capitals is one lexeme. The library takes at most 2,000 rules at a place.
         return cls("lark", f"start: ONE\nONE: {' | '.join(map(_as_json, texts))}")
 

@@ -23,7 +23,7 @@ from rocm_attn.errors import (
     Unsupported,
     WrongState,
 )
-from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource, LogAndCount
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.adopted import CsrSource, TableSource
 from rocm_attn.paging.index_spaces import Space
@@ -633,6 +633,52 @@ def test_layers_tables_and_bounds_must_agree(device: torch.device, provider: str
         build([LayerSource(problem())], {Space.FULL: table.entries})  # type: ignore[dict-item]
     with pytest.raises(BadTensor, match="indptr has 1 elements"):
         CsrSource(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"unit": "slot"}, "unit is a str; it must be of type TableUnit"),
+        ({"null_page": "no"}, "null_page is a str; it must be of type bool"),
+        ({"copied": None}, "copied is a NoneType; it must be of type bool"),
+    ],
+)
+def test_a_table_in_words_of_its_own_is_refused(values: dict[str, Any], words: str) -> None:
+    """A table of slots was read as one of pages, and null_page="no" counted as True."""
+    entries = torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(BadTensor, match=words):
+        TableSource(entries, **values)
+    if "unit" not in values:
+        with pytest.raises(BadTensor, match=words):
+            CsrSource(entries[0], entries[0], **values)
+
+
+def test_a_policy_for_faults_that_cannot_be_called_is_refused() -> None:
+    """The first fault ended in a TypeError, and was not reported."""
+    with pytest.raises(BadSetting, match="on_fault is 'log'; give a callable"):
+        ExternalOptions(on_fault="log")  # type: ignore[arg-type]
+
+
+def test_a_class_of_policies_is_no_policy() -> None:
+    """It swallowed each fault: the fault became the log of a new policy."""
+    options = ExternalOptions(on_fault=LogAndCount)  # type: ignore[arg-type]
+    with pytest.raises(BadSetting, match="log is a DeviceFault; it must be of type Logger"):
+        options.on_fault(DeviceFault("a fault"))
+
+
+def test_a_causality_in_words_of_its_own_is_refused(device: torch.device, provider: str) -> None:
+    table = TableSource(torch.zeros(4, 4, dtype=torch.int32, device=device))
+    options = ExternalOptions(provider=provider)
+    attention = ExternalAttention([LayerSource(problem())], table, device=device, bounds=BOUNDS, options=options)
+    with pytest.raises(BadSetting, match="causality is a str; it must be of type Causality"):
+        attention.kernels("causal")  # type: ignore[arg-type]
+    with pytest.raises(BadSetting, match="causality is a str; it must be of type Causality"):
+        options.problem(problem(), "causal")  # type: ignore[arg-type]
+    with pytest.raises(WrongState, match="no kernels were chosen for steps with CAUSAL"):
+        attention.kernels(Causality.CAUSAL)
+    for layer in (1, -1):
+        with pytest.raises(BadTensor, match=f"layer {layer} does not exist; the runtime has layers 0 to 0"):
+            attention.pages.format(layer)
 
 
 def test_an_interrupt_leaves_the_same_weights_in_steps_of_every_causality() -> None:

@@ -109,6 +109,10 @@ def test_a_kv_cache_of_other_axes_is_refused(
         layer_pages([torch.zeros(shape)], "layer " + axes.replace("layer ", ""))
     with pytest.raises(BadTensor, match="axes is a list; it must be of type str"):
         layer_pages([torch.zeros(shape)], axes.split())  # type: ignore[arg-type]
+    with pytest.raises(BadTensor, match="kv is a NoneType; it must be of type Sequence"):
+        layer_pages(None, "kv page token head dim")  # type: ignore[arg-type]
+    with pytest.raises(BadTensor, match="the KV cache of a layer is a NoneType; give a tensor"):
+        layer_pages([None], "kv page token head dim")  # type: ignore[list-item]
 
 
 def test_a_table_is_written_from_lists_and_replaced_by_a_tensor(device: torch.device) -> None:

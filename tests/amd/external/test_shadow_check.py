@@ -1,9 +1,11 @@
 """The shadow check: it reports nothing for a right step, and names the sequences of a wrong one."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.errors import BadSetting, BadTensor, WrongState
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.watch.shadow_check import shadow_check
 from tests.amd.external.engines import ENGINES, VLLM, Engine, MakeEngine, SGLang
@@ -52,3 +54,32 @@ def test_a_check_needs_a_step_and_a_layer(device: torch.device, provider: str) -
     engine.run([engine.admit()], [3])
     with pytest.raises(BadTensor, match="layer 1 does not exist; the runtime has layers 0 to 0"):
         shadow_check(engine.attention, 1, nothing, nothing)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"most_seqs": -1}, "most_seqs is -1; it must be at least 0"),
+        ({"most_tokens": 1.5}, "most_tokens is 1.5; it must be a whole number"),
+        ({"seed": -1}, "seed is -1; it must be at least 0"),
+        ({"attention": None}, "attention is a NoneType; it must be of type ExternalAttention"),
+        ({"q": None}, "q is a NoneType; give a tensor"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    given: dict[str, Any], words: str, device: torch.device, provider: str
+) -> None:
+    engine = VLLM(16, device=device, provider=provider)
+    (q, *_), (out, *_) = step_of(engine)
+    with pytest.raises((BadSetting, BadTensor), match=words):
+        shadow_check(**{"attention": engine.attention, "layer": 0, "q": q, "out": out, **given})
+
+
+def test_rows_of_another_step_are_refused(device: torch.device, provider: str) -> None:
+    """A token too many counted as right, and one too few was compared with another sequence's."""
+    engine = VLLM(16, device=device, provider=provider)
+    (q, *_), (out, *_) = step_of(engine)
+    for wrong in (out[:-1], torch.cat((out, out[:1])), out.double()):
+        with pytest.raises(BadTensor, match="out "):
+            shadow_check(engine.attention, 0, q, wrong)
+    assert shadow_check(engine.attention, 0, q, out) == []

@@ -1,6 +1,7 @@
 """Capturing ahead of the first request, or after enough steps of a plan: the graphs, their order, their costs."""
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rocm_attn.capture.graphs import (
 )
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.errors import BadSetting
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.step.step import Part
@@ -140,6 +142,13 @@ def test_captures_after_another_runners_reopen_are_of_the_memory_that_there_is()
 
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("capture_after", [-1, None, "80"])
+def test_a_number_of_eager_steps_that_is_none_is_refused(capture_after: Any, device: torch.device) -> None:
+    """With None each step that may be captured ended in a TypeError."""
+    with pytest.raises(BadSetting, match=f"capture_after is {capture_after!r}; it must be"):
+        Tiny.build(device, "torch", [4]).runner(capture_after=capture_after)
 
 
 def runner_of(tiny: Tiny, capture_after: int) -> StepRunner:

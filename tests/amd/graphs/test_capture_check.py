@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rocm_attn.capture.check import NO_CHECK, CaptureCheck, rows_beyond_bounds
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.probe_requests import ProbeLimits
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import DeviceFault
+from rocm_attn.errors import BadSetting, DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.problem import UNLIMITED_WINDOW
@@ -276,3 +277,10 @@ def test_the_check_of_a_graph_leaves_kept_pages_alone(swa_pages: int, device: to
     for old, new in zip(before, kept_values(runtime, ids), strict=True):
         assert torch.equal(old, new)
     assert all(table.kept.num_holders_of(ids, space.space).tolist() == [1, 1, 1] for space in table.spaces)
+
+
+@pytest.mark.parametrize("given", [{"vocabulary": 0}, {"vocabulary": None}, {"seed": -1}, {"seed": 1.5}], ids=str)
+def test_a_check_of_no_tokens_is_refused_before_anything_is_captured(given: dict[str, Any]) -> None:
+    """It was refused in a step, by NumPy."""
+    with pytest.raises(BadSetting, match=r"(vocabulary|seed) is .*; it must be"):
+        CaptureCheck(**given)

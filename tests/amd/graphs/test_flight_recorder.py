@@ -7,6 +7,7 @@ import signal
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,6 +141,13 @@ def test_a_dump_that_cannot_be_written_hides_no_error(device: torch.device, tmp_
 def test_a_record_that_has_no_folder_is_refused_at_once(device: torch.device, tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="gone is not a folder; create it"):
         FlightRecorder(Tiny.build(device, "torch").runtime, tmp_path / "gone" / "dump.json")
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, None, 1.5])
+def test_a_record_of_no_steps_is_refused_at_once(num_steps: Any, device: torch.device, tmp_path: Path) -> None:
+    """A record of 0 steps ended every step with a ZeroDivisionError."""
+    with pytest.raises(BadSetting, match=f"num_steps is {num_steps}; it must be"):
+        FlightRecorder(Tiny.build(device, "torch").runtime, tmp_path / "dump.json", num_steps=num_steps)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Sampled verification: right steps pass, wrong graphs and wrong layers are counted, and results do not change."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import DeviceFault
+from rocm_attn.errors import BadSetting, DeviceFault
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
@@ -178,3 +179,10 @@ def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provide
         check.run(replace(batch, inputs=DeviceInputs(kv_len=kv_len)))
         assert kv_len.item() == 5 + step
     assert compared(check) == (4, 0, 0, 0, "")
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, None])
+def test_a_number_of_steps_that_never_comes_is_refused(every: Any, device: torch.device) -> None:
+    """With 1.5 no step was ever checked."""
+    with pytest.raises(BadSetting, match=f"every is {every}; it must be"):
+        checked(Tiny.build(device, "torch"), every=every)

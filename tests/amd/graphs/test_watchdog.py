@@ -1,5 +1,6 @@
 """A watchdog names a step that hangs, and reports nothing about steps that end."""
 
+import io
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import BadSetting
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.step.protocols import NO_WATCHDOG, RunsSteps
@@ -153,3 +155,19 @@ def test_a_hang_that_cannot_be_written_is_handed_over() -> None:
     with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as full:  # raised when it is closed
         Watchdog(SECONDS, stream=full, on_hang=said.append)._report("a step")
     assert said == [f"rocm-attn: a step has not finished after {SECONDS} s"]
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), -1.0, None, "5"])
+def test_a_time_that_never_comes_is_refused(seconds: Any) -> None:
+    """The watch of NaN seconds ended at once, and reported nothing."""
+    with pytest.raises(BadSetting, match="seconds is "):
+        Watchdog(seconds)
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), "stderr"], ids=["StringIO", "text"])
+def test_a_stream_without_a_descriptor_is_refused(stream: Any) -> None:
+    """The report ended in its thread before on_hang was called."""
+    with pytest.raises(
+        BadSetting, match=f"stream is a {type(stream).__name__} without a descriptor; give an open file"
+    ):
+        Watchdog(SECONDS, stream=stream)

@@ -134,6 +134,8 @@ def test_safeguards_stay_on_without_the_debug_flag(debug: dict[str, str]) -> Non
 def test_an_unknown_safeguard_is_named_with_the_known_ones() -> None:
     with pytest.raises(BadSetting, match=r"no safeguard has the id 'padding'; the ids are pads, store_drops, "):
         guards_from_settings(read_settings({DEBUG: "1", DISABLE_GUARDS: "pads,padding"}))
+    with pytest.raises(BadSetting, match="chosen is a dict; it must be of type Settings"):
+        guards_from_settings({DEBUG: "1"})  # type: ignore[arg-type]
 
 
 def test_a_runtime_takes_its_safeguards_from_the_environment(

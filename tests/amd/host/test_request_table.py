@@ -1,5 +1,6 @@
 """RequestTable: pages are held, shared, copied before a write, and freed."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,16 @@ def test_a_space_by_another_name_and_a_part_of_a_page_are_refused() -> None:
     for page in (1.0, True, "1", None):
         with pytest.raises(BadSetting, match=r"^page is .*; it must be a whole number"):
             table.kept.num_holders(page)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda space: Space(space.value)], ids=["copied", "by name"])
+def test_an_equal_space_is_the_same_space(again: Callable[[Space], Space]) -> None:
+    """Rows were said to have no pages in the FULL space."""
+    table = make_table()
+    row, space = holding(table, 5), again(Space.FULL)
+    assert table.space(space) is table.full
+    assert table.pages_of(row, space).tolist() == table.pages_of(row).tolist()
+    assert table.num_held(row, space) == table.num_held(row)
 
 
 def test_a_second_free_is_an_error() -> None:

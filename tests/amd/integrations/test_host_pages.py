@@ -6,7 +6,7 @@ Two public threads are replayed here, each as a copy that goes wrong in the way 
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -354,6 +354,12 @@ def test_pages_that_are_not_everything_are_refused(device: torch.device) -> None
     plain = runtime_of([small_problem()], device, "torch")
     with pytest.raises(BadSetting, match="the memory has records of 4096 bytes, and this runtime's have 1152"):
         tier_of(plain, memory)
+    for given, words in (
+        ({"model": None}, "model is a NoneType; it must be"),
+        ({"memory": 9}, "memory is a int; it must"),
+    ):
+        with pytest.raises(BadSetting, match=words):
+            HostPages(plain, **{"memory": memory_for(plain), "model": "m", "metrics": Metrics(), **given})  # type: ignore[arg-type]
     with pytest.raises(NeverFits, match="host memory has room for no record of 4096 bytes"):
         HostMemory(100, 1 << 12, pinned=False)
     with pytest.raises(BadSetting, match=r"num_bytes is 8000000000.0; it must be a whole number"):
@@ -361,6 +367,8 @@ def test_pages_that_are_not_everything_are_refused(device: torch.device) -> None
     for wrong in (0, -1, 4096.0, True):
         with pytest.raises(BadSetting, match=f"record_bytes is {wrong}; it must be"):
             HostMemory(1 << 16, wrong, pinned=False)  # type: ignore[arg-type]
+    with pytest.raises(BadSetting, match="pinned is a int; it must be of type bool"):
+        HostMemory(1 << 16, 1 << 12, pinned=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("record_bytes", [1 << 12, 1 << 50])
@@ -392,6 +400,8 @@ def test_nothing_comes_back_while_a_step_runs(device: torch.device) -> None:
     [
         (KEYS[:2], [1], "2 keys of"),
         ([b"short"], [1], "of .5. bytes"),
+        (["k" * 32], [1], "a key is a str; it must be of type bytes"),
+        (None, [1], "keys is a NoneType; it must be of type Sequence"),
         (KEYS[:2], [1, 0], "pages 0 to 1 were given"),
         (KEYS[:1], [-1], "pages -1 to -1 were given"),
         (KEYS[:1], [10**6], "pages 1000000 to"),
@@ -399,7 +409,7 @@ def test_nothing_comes_back_while_a_step_runs(device: torch.device) -> None:
     ],
 )
 def test_keys_without_a_page_of_their_own_move_nothing(
-    keys: list[bytes], pages: list[int], message: str, device: torch.device
+    keys: Any, pages: list[int], message: str, device: torch.device
 ) -> None:
     """Two keys of one page had its content both, and page 0, which pads read, was written."""
     problems = [small_problem()]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadSetting, BadTensor, Unsupported
+from rocm_attn.integrations.compiled import compiled_layers
 from rocm_attn.integrations.kv_passport import KVExtent, KVPassport, stretches
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.kernels.sparse.arguments import Indexing
@@ -99,6 +100,9 @@ def test_an_extent_of_parts_of_tokens_and_a_layer_that_there_is_not_are_refused(
     for kv_len, first in ((7.5, 0), ("7", 0), (7, 1.5)):
         with pytest.raises(BadSetting, match="it must be a whole number"):
             KVExtent(kv_len, {"full": first})  # type: ignore[arg-type,dict-item]
+    for kv_len, first, named in ((-1, 0, "kv_len of an extent"), (7, -4, "the first token in 'full'")):
+        with pytest.raises(BadSetting, match=f"{named} is -[14]; it must be at least 0"):
+            KVExtent(kv_len, {"full": first})
     row, wrong = runtime.table.admit(), cast(list[int], [1.5, "1", None])
     for part in wrong:
         with pytest.raises(BadSetting, match="it must be a whole number"):
@@ -116,6 +120,7 @@ def test_what_is_no_runtime_no_passport_and_no_extent_is_named_with_what_to_give
         lambda: KVExporter(other),
         lambda: KVImporter(other, passport),
         lambda: KVPassport.of(other),
+        lambda: compiled_layers(other),
     ]
     for make in of_owner:
         with pytest.raises(BadSetting, match=f"the owner of KV is a {type(other).__name__}; give the AttentionRuntime"):

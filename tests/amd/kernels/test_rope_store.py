@@ -279,7 +279,19 @@ def test_a_table_of_frequencies_turns_each_pair_by_its_angle() -> None:
         (lambda: RopeTable(torch.zeros(4, 8, dtype=torch.float64)), "cos_sin is torch.float64; it must be one of"),
         (lambda: RopeTable.of_frequencies(torch.zeros(4).double(), 3), "inv_freq is torch.float64"),
         (lambda: RowNorm(torch.zeros(2, 4), 1e-6), r"a norm's weight is torch.float32 \[2, 4\]; it must be contiguous"),
-        (lambda: RowNorm(torch.zeros(4), float("nan")), "a norm's eps is nan; it must be at least 0"),
+        (lambda: RowNorm(torch.zeros(4), float("nan")), "a norm's eps is nan; it must be a finite number"),
+        (lambda: RopeTable(torch.zeros(4, 8), True), "pairs is True and at_end is False; they must be a RopePairs"),  # type: ignore[arg-type]
+        (lambda: RopeTable(torch.zeros(4, 8), at_end="no"), "at_end is 'no'; they must be a RopePairs, and True"),  # type: ignore[arg-type]
+        (lambda: RopeTable([[1.0, 0.0]]), "cos_sin is a list; give a tensor"),  # type: ignore[arg-type]
+        (lambda: RopeTable.of_frequencies(torch.zeros(4), 2.5), "num_positions is 2.5; it must be a whole number"),  # type: ignore[arg-type]
+        (lambda: RopeTable.of_frequencies(torch.zeros(4), -1), "num_positions is -1; it must be a whole number of at"),
+        (
+            lambda: RopeTable.of_frequencies(torch.zeros(4), 3, factor=float("nan")),
+            "factor is nan; it must be a finite",
+        ),
+        (lambda: RowNorm(torch.zeros(4), "0"), "a norm's eps is '0'; it must be a finite number of at least 0"),  # type: ignore[arg-type]
+        (lambda: RowNorm(torch.zeros(4), 1e-6, float("nan")), "a norm's offset is nan; it must be a finite number"),
+        (lambda: RowNorm(None, 1e-6), "a norm's weight is a NoneType; give a tensor"),  # type: ignore[arg-type]
     ],
 )
 def test_work_that_cannot_be_done_is_refused(make: Callable[[], Any], words: str) -> None:

@@ -15,7 +15,7 @@ from rocm_serve.async_engine import AsyncEngine, EngineEnded, TooManyRequests, _
 from rocm_serve.engine import Engine
 from rocm_serve.engine_thread import Ended, Message
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.request import Event, Request
+from rocm_serve.request import Completion, Event, Request
 from rocm_serve.request_stream import Inbox, OutputChunk, RequestFailed, RequestStream
 from rocm_serve.text.tokenizer import TextStream
 from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, some_requests
@@ -218,6 +218,87 @@ async def test_what_a_call_raises_is_its_callers_and_the_engine_goes_on(loaded: 
         assert await front.between_steps(threading.get_ident) != threading.get_ident()
         found = await done
     assert found == engine(loaded).generate([LONG])[0]
+
+
+class Leaving(BaseException):
+    """Like SystemExit, which asyncio passes on to whatever runs its loop."""
+
+
+@pytest.mark.parametrize(("raised", "met"), [(StopIteration, RuntimeError), (Leaving, Leaving)])
+async def test_whatever_a_call_raises_ends_no_request(
+    raised: type[BaseException], met: type[BaseException], loaded: LoadedModel
+) -> None:
+    """With `lambda: next(nothing)` the engine ended, and with it all requests."""
+
+    def fails() -> None:
+        raise raised
+
+    async with AsyncEngine(engine(loaded)) as front:
+        done = asyncio.ensure_future(front.complete(LONG))
+        with pytest.raises(met):
+            await front.between_steps(fails)
+        found = await done
+    assert found == engine(loaded).generate([LONG])[0]
+
+
+async def test_an_abort_of_no_number_is_refused_and_ends_no_request(loaded: LoadedModel) -> None:
+    """A list ended the engine, and a stream did nothing."""
+    async with AsyncEngine(engine(loaded)) as front:
+        stream = front.stream(LONG)
+        for wrong in ([0], stream, None):
+            with pytest.raises(BadRequest, match=r"number is .*; it must be a whole number"):
+                await front.abort(wrong)  # type: ignore[arg-type]
+        assert await stream.completion() == engine(loaded).generate([LONG])[0]
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_a_listener_that_raises_fails_its_own_request_alone(gives_up: bool, loaded: LoadedModel) -> None:
+    """The engine ended, and with it all requests."""
+
+    def fails() -> None:
+        raise Broken("only mine")
+
+    served = engine(loaded)
+    async with AsyncEngine(served) as front:
+        stream, other = front.streams([LONG, LONG])
+        stream.listen(fails)
+        if gives_up:
+            stream.give_up(RequestFailed(Completion((5,), (), "", "error", error="given up")))
+        with pytest.raises(RequestFailed, match="given up" if gives_up else "could not be taken in: Broken: only mine"):
+            await stream.completion()
+        assert await other.completion() == engine(loaded).generate([LONG])[0]
+        assert await front.between_steps(lambda: is_empty(served))
+
+
+async def test_the_requests_of_an_iterator_are_queued(loaded: LoadedModel) -> None:
+    async with AsyncEngine(engine(loaded)) as front:
+        streams = front.streams(iter([LONG, LONG]))  # type: ignore[arg-type]
+        assert [await stream.completion() for stream in streams] == engine(loaded).generate([LONG, LONG])
+
+
+async def test_a_bound_that_is_no_number_is_refused_before_a_token_comes(loaded: LoadedModel) -> None:
+    """The request failed at its first token."""
+    async with AsyncEngine(engine(loaded)) as front:
+        stream = front.stream(LONG)
+        for wrong in ("8", -1, 2.5):
+            with pytest.raises(BadSetting, match=f"most_unread is {wrong!r}; it must be"):
+                stream.bound(wrong, lambda: None)  # type: ignore[arg-type]
+        assert await stream.completion() == engine(loaded).generate([LONG])[0]
+
+
+async def test_a_closed_stream_has_no_completion_and_lets_no_task_wait(loaded: LoadedModel) -> None:
+    """The task waited for ever."""
+    async with AsyncEngine(engine(loaded)) as front, front.paused():
+        before, meanwhile, pieces = front.streams([LONG, LONG, LONG])
+        waits, reads = asyncio.ensure_future(meanwhile.completion()), asyncio.ensure_future(anext(pieces))
+        await asyncio.sleep(0)
+        for stream in (before, meanwhile, pieces):
+            stream.close()
+        with pytest.raises(StopAsyncIteration):
+            await reads
+        for completion in (waits, before.completion()):
+            with pytest.raises(WrongState, match="the stream was closed before its request had ended"):
+                await completion
 
 
 async def test_more_requests_than_are_allowed_are_refused_until_one_is_done(loaded: LoadedModel) -> None:

@@ -16,6 +16,7 @@ from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupport
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.watch.flight_recorder import read_dump
+from rocm_serve.engine import Engine
 from rocm_serve.engine_runtime import prompt_sizes
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
@@ -216,6 +217,15 @@ def test_generate_serves_the_requests_of_an_iterator(loaded: LoadedModel) -> Non
 def test_what_is_no_request_is_refused(loaded: LoadedModel) -> None:
     with pytest.raises(BadRequest, match="the request is a str; give a Request"):
         engine(loaded).submit("tokens")  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="the request is a str; it must be of type Request"):
+        engine(loaded).can_prepare("tokens")  # type: ignore[arg-type]
+
+
+def test_an_engine_of_another_kind_of_model_or_options_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(BadSetting, match="loaded is a str; it must be of type LoadedModel"):
+        Engine("HuggingFaceTB/SmolLM2-135M")  # type: ignore[arg-type]
+    with pytest.raises(BadSetting, match="options is a dict; it must be of type EngineOptions"):
+        Engine(loaded, {"chunk": 16})  # type: ignore[arg-type]
 
 
 def test_generate_refuses_before_anything_runs(loaded: LoadedModel) -> None:

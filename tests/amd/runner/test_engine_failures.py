@@ -222,6 +222,18 @@ def test_an_abort_of_what_has_ended_changes_nothing_and_one_of_no_request_is_ref
             engine.abort(unknown)
 
 
+@pytest.mark.parametrize("reason", [None, "done", 3, []])
+def test_an_abort_for_no_reason_is_refused_and_the_request_goes_on(reason: Any, loaded: LoadedModel) -> None:
+    """With None the request was neither served nor ended: it had no completion and no event."""
+    request = Request((3, 4), 3)
+    engine = Engine(loaded, BASE)
+    number = engine.submit(request)
+    with pytest.raises(BadRequest, match=r"reason is .*; it must be one of stop, length, error, abort"):
+        engine.abort(number, reason)
+    until_done(engine)
+    assert engine.completion(number) == alone(loaded, request)
+
+
 def test_the_fault_of_a_step_is_reported_although_an_abort_leaves_no_work(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from rocm_attn.errors import BadRequest, BadSetting
+from rocm_attn.errors import BadRequest, BadSetting, WrongState
 from rocm_serve import engine_process
 from rocm_serve.async_engine import EngineClient, EngineEnded
 from rocm_serve.engine import Engine
@@ -121,6 +121,18 @@ async def test_texts_stops_and_counts_are_those_of_the_engine_itself(requests: l
         assert (said.token_ids, said.text, said.finish_reason) == (done.token_ids, done.text, done.finish_reason)
     assert list(map(facts, completions)) == list(map(facts, expected))
     assert ended == alone.report().metrics.requests_ended
+
+
+async def test_a_second_client_is_refused_and_the_first_is_served() -> None:
+    """The requests of the first one had no results; after its end, a client met an OSError."""
+    with EngineProcess(served) as process:
+        async with EngineClient(process) as client:
+            with pytest.raises(WrongState, match="this engine's process serves a client already, or was closed"):
+                await EngineClient(process).__aenter__()
+            done = await client.complete(Request((5, 6), 3))
+        assert len(done.token_ids) == 3
+        with pytest.raises(WrongState, match="serves a client already, or was closed; make another one"):
+            await EngineClient(process).__aenter__()
 
 
 def test_the_tokens_of_a_step_are_one_message_for_all_requests() -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,12 @@ def test_a_place_without_a_model_is_refused(place: str, sentence: str, model_dir
     (model_dir / "empty").mkdir()
     with pytest.raises(BadModel, match=sentence):
         load_model(model_dir / place, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"model"])
+def test_a_path_that_is_none_is_refused(path: Any) -> None:
+    with pytest.raises(BadModel, match=f"path is a {type(path).__name__}; it must be of type PathLike"):
+        load_model(path, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
@@ -259,6 +266,13 @@ def test_files_of_a_cache_may_be_links_to_another_folder(tmp_path: Path) -> None
         path.rename(blobs / str(number))
         (snapshot / path.name).symlink_to(Path("..") / "blobs" / str(number))
     assert load(snapshot).config.num_layers == load(snapshot).config.attention.num_storing
+
+
+def test_a_device_may_be_named_as_for_a_runtime(model_dir: Path) -> None:
+    """A name was refused by an AttributeError."""
+    assert load_model(model_dir, dtype=torch.float32, device="cpu").weights.embedding.device == CPU
+    with pytest.raises(BadSetting, match="device 'tpu' is not known; use 'cpu'"):
+        load_model(model_dir, dtype=torch.float32, device="tpu")
 
 
 def test_a_directory_without_weights_is_refused(model_dir: Path) -> None:

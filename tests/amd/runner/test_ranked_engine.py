@@ -251,6 +251,8 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         RankedEngine(load_poisoned, BASE, num_ranks=0)
     with pytest.raises(BadSetting, match=r"num_ranks is 2\.0; it must be a whole number"):
         RankedEngine(load_poisoned, BASE, num_ranks=2.0)  # type: ignore[arg-type]
+    with pytest.raises(BadSetting, match="options is a dict; it must be of type EngineOptions"):
+        RankedEngine(must_not_load, {}, num_ranks=2)  # type: ignore[arg-type]
     with pytest.raises(BadSetting, match="device_type 'xpu' is not served"):
         RankedEngine(load_poisoned, BASE, num_ranks=2, device_type="xpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -278,6 +280,8 @@ def test_a_prompt_goes_to_the_ranks_once_and_not_each_time_they_are_asked_for_it
     engine._processes = processes
     assert engine.is_prepared(CONSTRAINED[0])
     assert not engine.can_prepare(CONSTRAINED[0])
+    with pytest.raises(BadRequest, match="the request is a NoneType; it must be of type Request"):
+        engine.can_prepare(None)  # type: ignore[arg-type]
     assert sent == [replace(CONSTRAINED[0], prompt_token_ids=CONSTRAINED[0].prompt_token_ids[:1])] * 2
     with pytest.raises(BadRequest, match="the prompt has 99 tokens"):
         engine.is_prepared(replace(CONSTRAINED[0], prompt_token_ids=(1,) * 99))

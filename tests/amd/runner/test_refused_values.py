@@ -12,6 +12,7 @@ from rocm_attn.errors import BadRequest, BadSetting
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.text.constraint import Constraint
 
 NAN = math.nan
 
@@ -42,6 +43,19 @@ def request(**fields: Any) -> Request:
         (request, {"prompt_token_ids": None}, "the prompt is a NoneType; give a tuple of token ids"),
         (Sampling, {"logit_bias": {1: 2.0}}, "give pairs of a token id and its bias"),
         (Sampling, {"logit_bias": ((1, 2.0, 3.0),)}, "give pairs of a token id and its bias"),
+        (Sampling, {"logit_bias": None}, "give pairs of a token id and its bias"),
+        (Sampling, {"logit_bias": (1, 2)}, "give pairs of a token id and its bias"),
+        (Sampling, {"logit_bias": (([1], 2.0),)}, r"a token of logit_bias is \[1\]; it must be a whole number"),
+        (Constraint.regex, {"pattern": None}, "text is None; it must be a text"),
+        (Constraint, {"kind": "json", "text": "{}"}, "kind is 'json'; it must be one of json_schema, regex, lark"),
+        (Constraint.choice, {"texts": "yes"}, "a choice needs at least one text, .*; give a list of them"),
+        (
+            Constraint.choice,
+            {"texts": (text for text in ("a", "b"))},
+            "a choice needs at least one text, .*; give a list of them",
+        ),
+        (Constraint.choice, {"texts": ["a", 1]}, "a choice needs at least one text, .*; give a list of them"),
+        (request, {"constraint": "a+"}, "constraint is a str; it must be of type Constraint"),
         (request, {"stop": ("a" * 1025,)}, "has 1025 characters"),
         (request, {"stop": ("a",) * 65}, "stop has 65 texts"),
         (request, {"stop": "abc"}, "give a tuple of texts"),
@@ -88,6 +102,7 @@ def request(**fields: Any) -> Request:
             {"flight_record": Path("last"), "evidence": Path("last").absolute()},
             "flight_record and evidence are both .*last, and each would replace the other; name two files",
         ),
+        (EngineOptions, {"flight_record": "last"}, "flight_record is 'last'; it must be a pathlib.Path"),
         (EngineOptions, {"hang_after": -0.5}, r"hang_after is -0\.5; it must be at least 0"),
         (
             EngineOptions,

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rocm_attn.errors import BadLogits, BadRequest
+from rocm_attn.errors import BadLogits, BadRequest, BadTensor
 from rocm_attn.kernels.sampling.parameter_columns import IN_PROMPT
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_serve.async_engine import AsyncEngine
@@ -302,6 +302,13 @@ def test_a_row_of_zeros_is_no_token_and_a_row_whose_best_is_zero_is_one() -> Non
     zeros, best_is_zero = pick_tokens(torch.tensor([[0.0, 0.0], [-1.0, 0.0]]), [Sampler(Sampling())] * 2)
     assert str(zeros).startswith("every logit of the next token is 0, so no token can be sampled")
     assert best_is_zero == 1
+
+
+@pytest.mark.parametrize("num_samplers", [0, 1, 3])
+def test_rows_and_samplers_are_as_many(num_samplers: int) -> None:
+    """A row without a sampler got its likeliest token, however its request samples."""
+    with pytest.raises(BadTensor, match=rf"logits have shape \[2, 4\] and there are {num_samplers} samplers"):
+        pick_tokens(torch.ones(2, 4), [Sampler(Sampling(temperature=1.0))] * num_samplers)
 
 
 @pytest.mark.parametrize("temperature", [1e-310, 1.0, 1e300])

@@ -18,7 +18,9 @@ from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
+from rocm_attn.external import Bounds, ExternalAttention, LayerSource
 from rocm_attn.machine.target import known_target
+from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
@@ -210,6 +212,21 @@ def test_a_layer_that_does_not_exist_is_named(world: World) -> None:
     world.runtime.end_step()
 
 
+def test_a_layer_that_does_not_exist_is_named_in_every_draft_step(device: torch.device) -> None:
+    """The steps after the first one raised an IndexError or a TypeError."""
+    world = World.build([small_problem()], device, PROVIDER)
+    (request,) = world.begun(3)
+    world.runtime.table.reserve(request.row, 5)
+    with world.runtime.step(draft_batch([request.row], [3], Drafts(1, 2))) as step:
+        for part in step.parts:
+            _, k, v = world.qkv(world.problems[0], part)
+            for number in (1, None, "0", 0.0):
+                named = re.escape(f"layer {number!r} does not exist; the runtime has layers 0 to 0")
+                with pytest.raises(BadTensor, match=named):
+                    part.layers.store(number, k, v)  # type: ignore[arg-type]
+            part.layers.store(0, k, v)
+
+
 def test_calls_out_of_order_are_refused(world: World) -> None:
     rows = torch.empty(1, 2, 16, device=world.runtime.device)
     batch = world.batch(world.requests, [1, 1])
@@ -281,9 +298,38 @@ def test_auto_on_a_gpu_says_why_aiter_was_not_taken() -> None:
     assert any("aiter.paged_attention_ragged" in line and "dtype float32" in line for line in chosen.lines())
 
 
+@pytest.mark.parametrize("arch", ["gfx90a", None, ["gfx942"]])
+def test_an_unknown_arch_is_named(arch: Any) -> None:
+    with pytest.raises(BadSetting, match="is not known; choose one of gfx942, gfx950"):
+        known_target(arch)
+
+
 def test_an_unknown_provider_is_named() -> None:
     with pytest.raises(BadSetting, match="cudnn"):
         select(small_problem(), known_target("cpu"), "cudnn")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"target": "gfx942"}, "target is a str; it must be of type Target"),
+        ({"guards": True}, "guards is a bool; it must be of type Guards"),
+        ({"device": None}, "device None is not known; use 'cpu'"),
+        ({"device": torch.zeros(1)}, "is not known; use 'cpu'"),
+        ({"device": "cuda"}, "device 'cuda' does not exist: torch sees 0 GPUs; use 'cpu'"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(
+    given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    options = RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=16, provider="torch")
+    bounds = Bounds(num_seqs=2, kv_len=16, num_pages=8)
+    table = TableSource(torch.zeros(2, 4, dtype=torch.int32))
+    with pytest.raises(BadSetting, match=words):
+        build_runtime([small_problem()], options, **{"device": "cpu", **given})
+    with pytest.raises(BadSetting, match=words):
+        ExternalAttention([LayerSource(small_problem())], table, **{"device": "cpu", "bounds": bounds, **given})
 
 
 @pytest.mark.parametrize("value", [8.5, 8.0, "8", None, True, float("nan")])

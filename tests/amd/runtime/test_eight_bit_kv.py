@@ -108,6 +108,10 @@ def test_scales_that_no_code_can_be_divided_by_are_refused_and_change_nothing(de
         (KVScales(torch.ones(3), torch.ones(2)), r"\[3\]; they must be floating point, 2 of them"),
         (KVScales(torch.ones(2, dtype=torch.int32), torch.ones(2)), "torch.int32"),
         (KVScales(torch.ones(2), torch.ones(2), KVEncoding.E5M2), "computed for float8_e5m2"),
+        (KVScales(torch.ones(2), torch.ones(2), "E4M3FN"), "made_for is a str; it must be of type KVEncoding"),  # type: ignore[arg-type]
+        (KVScales("1", torch.ones(2)), "k of layer 0 are '1'; give a number, or a floating-point tensor"),  # type: ignore[arg-type]
+        (KVScales(torch.ones(2), None), "v of layer 0 are None; give a number, or"),  # type: ignore[arg-type]
+        (KVScales(10**400, torch.ones(2)), "k of layer 0 are 1000"),
     ]
     for scales, sentence in refused:
         with pytest.raises(BadTensor, match=sentence):
@@ -122,6 +126,7 @@ def test_scales_that_no_code_can_be_divided_by_are_refused_and_change_nothing(de
     with pytest.raises(BadTensor, match="its V is a part of its K, so give the same for both"):
         runtime.set_kv_scales(0, KVScales(2.0**-5, 2.0**-11))
     runtime.set_kv_scales(0, KVScales(2.0**-5, 2.0**-5))
+    runtime.set_kv_scales(0, KVScales(1, 1))
     of_tokens = replace(problem, kv_scales=Scales.TOKEN)
     runtime = World.one_layer(device, graphs=False, provider=providers()[0], problem=of_tokens).runtime
     with pytest.raises(BadTensor, match="a scale for each token and KV head; scales can be set only by"):

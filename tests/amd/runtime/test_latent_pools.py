@@ -229,6 +229,8 @@ def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
         prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
     with pytest.raises(BadTensor, match="latents is on meta; the runtime is on cpu"):
         prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40, device="meta"), lambda latents: (latents, latents))
+    with pytest.raises(BadTensor, match="latents is a NoneType; give a tensor"):
+        prefill.attend(torch.zeros(3, 5, 24), None, lambda latents: (latents, latents))  # type: ignore[arg-type]
     with pytest.raises(BadSetting, match=r"chunk_tokens is 2.5; it must be a whole number"):
         prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda rows: (rows, rows), chunk_tokens=2.5)  # type: ignore[arg-type]
     runtime.end_step()

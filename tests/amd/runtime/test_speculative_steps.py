@@ -14,7 +14,7 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, BadTensor, WrongState
+from rocm_attn.errors import BadBatch, BadTensor, OutOfRows, WrongState
 from rocm_attn.kernels.cache.page_format import RECORDS
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities
@@ -135,6 +135,10 @@ def test_the_row_of_the_last_accepted_token_is_the_sequences_own(device: torch.d
         select_last_accepted(rows[1:], step, given)
     with pytest.raises(BadTensor, match=r"num_accepted is torch\.float32"):
         select_last_accepted(rows, step, given.float())
+    with pytest.raises(BadTensor, match="rows is a list; give a tensor"):
+        select_last_accepted(rows.tolist(), step, given)  # type: ignore[arg-type]
+    with pytest.raises(BadTensor, match="num_accepted is a list; give a tensor"):
+        select_last_accepted(rows, step, given.tolist())  # type: ignore[arg-type]
     world.runtime.end_step()
 
 
@@ -146,6 +150,8 @@ def test_state_with_too_few_slots_is_refused_before_anything_is_captured(device:
     require_state_slots(runtime.table, conv=conv, scan=scan)
     with pytest.raises(BadTensor, match=rf"conv has {rows} entries; it must have {rows + 1}"):
         require_state_slots(runtime.table, conv=conv[1:], scan=scan)
+    with pytest.raises(BadTensor, match="scan is a ndarray; give a tensor"):
+        require_state_slots(runtime.table, conv=conv, scan=scan.cpu().numpy())  # type: ignore[arg-type]
 
 
 def test_a_fully_masked_split_gives_zeros_and_no_nan(provider: str, device: torch.device) -> None:
@@ -419,6 +425,22 @@ def test_what_was_accepted_is_moved_once_and_while_its_rows_are_its_own(device: 
         change(request.row)
         with pytest.raises(WrongState, match=f"row {request.row} was freed, cut, forked or kept since"):
             runtime.move_accepted(one_path(world, request))
+
+
+def test_a_fork_that_is_refused_leaves_what_was_accepted_to_be_moved(device: torch.device) -> None:
+    """Its tokens were lost if only the device knows the lengths: the row counted as forked."""
+    world = World.build([MASKED], device, "torch", max_num_seqs=1)
+    (request,) = world.begun(5)
+    table = world.runtime.table
+    table.reserve(request.row, 8)
+    inputs = DeviceInputs(kv_len=torch.tensor([8], dtype=torch.int32, device=device))
+    mask = TreeMask(torch.tensor([[NO_PARENT, 0, 0]], dtype=torch.int32, device=device))
+    with world.runtime.step(StepBatch([request.row], [8], [3], inputs=inputs, mask=mask)) as step:
+        k = world.random(len(step.parts[0].token_ids), 2, 16)
+        step.parts[0].layers.store(0, k, k)
+    with pytest.raises(OutOfRows):
+        table.fork(request.row, 5)
+    world.runtime.move_accepted(one_path(world, request))
 
 
 def test_what_was_accepted_is_not_moved_after_the_row_has_another_request(device: torch.device) -> None:

@@ -158,6 +158,8 @@ def test_what_no_amd_gpu_has_run_is_probed_before_it_serves() -> None:
         *DECODE_ALONE,
         EXTEND_ALONE[1],
         "triton.cdna_extend",
+        "triton.cdna_chunk_decode",
+        "triton.ranges+cdna_chunk_decode",
         "triton.cdna_latent_decode",
         "triton.latent_extend+cdna_latent_decode",
     }

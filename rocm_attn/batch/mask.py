@@ -32,8 +32,9 @@ from rocm_attn.machine.settings import whole_number
 # The bytes that a launch copies are counted in 32 bits, with room for its last stride.
 _MOST_BYTES = 1 << 30
 _LAST_KEY = 2**31 - 1
-# Keys of a sequence with cells: kernels count those of a query block's tokens in 32 bits.
-_MOST_KEYS = 1 << 24
+# Keys of a sequence with cells. Kernels count those of a query block, which has at most 128 tokens, in 32 bits; its
+# first cell may be any bit of a word.
+_MOST_KEYS = (1 << 24) - 1
 # Nodes of a tree, whose cells are counted in 32 bits.
 _MOST_NODES = 1 << 15
 

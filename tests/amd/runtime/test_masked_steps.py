@@ -92,12 +92,12 @@ def test_a_mask_that_is_too_short_is_refused(device: torch.device) -> None:
 
 def test_a_mask_beyond_what_a_launch_counts_is_refused() -> None:
     mask = StepMask(torch.empty(0, dtype=torch.uint8, device="meta"), torch.empty(0, dtype=torch.int32, device="meta"))
-    with pytest.raises(BadBatch, match="takes 1075838976 bytes"):
-        mask.check(np.array([2**24], np.int32), np.array([513], np.int32))
+    with pytest.raises(BadBatch, match="takes 1075838912 bytes"):
+        mask.check(np.array([2**24 - 1], np.int32), np.array([513], np.int32))
     with pytest.raises(
-        BadBatch, match="16777217 keys of a sequence have cells, and at most 16777216 may; lower keys_bef"
+        BadBatch, match="16777216 keys of a sequence have cells, and at most 16777215 may; lower keys_bef"
     ):
-        mask.check(np.array([2**24 + 1], np.int32), np.array([256], np.int32))
+        mask.check(np.array([2**24], np.int32), np.array([256], np.int32))
 
 
 BAD_MASKS = {

@@ -107,7 +107,7 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
                 name == "__init__" or not name.startswith("_")
             ):
                 decorators = [ast.unparse(each) for each in member.decorator_list]
-                if "property" in decorators:
+                if {"property", "cached_property"} & {*decorators}:
                     assert member.returns is not None
                     yield f"    {name}: {ast.unparse(member.returns)}"
                 else:

@@ -140,7 +140,8 @@ class Inbox:
         self.error = error
         try:
             self._wake()
-        except Exception as raised:  # of what is called on output; other requests wait for this call to return
+        except (Exception, asyncio.CancelledError) as raised:
+            # It comes from what is called on output, and other requests wait for this call to return.
             logging.getLogger(__name__).error("the end of a request could not be told", exc_info=raised)
 
     def take(self) -> OutputChunk:

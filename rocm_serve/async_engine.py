@@ -195,7 +195,7 @@ class AsyncEngine(EngineClient):
     Use it only in the event loop in which it was started. Methods that take a request raise BadRequest if the engine
     can never serve it, TooManyRequests, and EngineEnded. Other requests are not affected.
 
-    Raises BadSetting.
+    Raises BadSetting; entering it WrongState, if another one serves the engine.
     """
 
     def __init__(self, engine: ServingEngine, *, max_requests: int = 1024) -> None:

@@ -66,7 +66,11 @@ class EngineClient:
 
     async def __aenter__(self: C) -> C:
         self._books.open()
-        self._engine.start(self._books.post)
+        try:
+            self._engine.start(self._books.post)
+        except BaseException:
+            self._books = _Books(self._engine)  # it was not started, and the engine may serve another client
+            raise
         return self
 
     async def __aexit__(
@@ -162,6 +166,7 @@ class EngineClient:
         self, command: Callable[Concatenate[EngineThread, int, P], None], *arguments: P.args, **named: P.kwargs
     ) -> Any:
         """Gives a command whose first argument is the number of a question, and waits for the Answer."""
+        self._books.require_start()
         if self._books.has_ended.is_set():
             self._books.check()
         number = next(self._numbers)
@@ -190,7 +195,7 @@ class AsyncEngine(EngineClient):
     Use it only in the event loop in which it was started. Methods that take a request raise BadRequest if the engine
     can never serve it, TooManyRequests, and EngineEnded. Other requests are not affected.
 
-    Raises BadSetting.
+    Raises BadSetting; entering it WrongState, if another one serves the engine.
     """
 
     def __init__(self, engine: ServingEngine, *, max_requests: int = 1024) -> None:
@@ -324,7 +329,7 @@ class _Books:
             had_stopped = inbox.has_stopped
             try:
                 inbox.add(token_ids, logprobs.get(ticket, ()), completions.get(ticket))
-            except Exception as error:  # other requests have results in this message too
+            except (Exception, asyncio.CancelledError) as error:  # other requests have results in this message too
                 inbox.fail(_lost(inbox.request, error))
                 self._engine.tell(EngineThread.forget, ticket)
             if inbox.has_ended:
@@ -368,7 +373,7 @@ class _Books:
         return ending
 
 
-def _lost(request: Request, error: Exception) -> RequestFailed:
+def _lost(request: Request, error: BaseException) -> RequestFailed:
     """The error of a request whose output could not be taken in."""
     why = f"its output could not be taken in: {type(error).__name__}: {error}"
     return RequestFailed(Completion(request.prompt_token_ids, (), "", "error", error=why))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Concatenate, ParamSpec, Protocol
 
-from rocm_attn.errors import BadRequest, DeviceFault, FitsLater, RocmAttnError
+from rocm_attn.errors import BadRequest, DeviceFault, FitsLater, RocmAttnError, WrongState
 from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.limits import RequestLimits
 from rocm_serve.report import Report
@@ -29,6 +29,8 @@ _LOOK_AT_OWNER_SECONDS = 1.0
 _LOOK_AT_PREPARED_SECONDS = 0.005
 # Until there may be memory again for the last message.
 _TELL_AGAIN_SECONDS = 0.1
+# The threads that serve, by the id() of their engines.
+_serving: dict[int, EngineThread] = {}
 # Most seconds for preparing a request, which is compiling its constraint.
 MOST_PREPARING_SECONDS = 20.0
 
@@ -132,7 +134,10 @@ class EngineThread:
         self._is_stopping = False
 
     def start(self, owner: Owner) -> None:
-        """Starts serving, in a thread of its own."""
+        """Starts serving, in a thread of its own. Raises WrongState if another one serves the engine."""
+        # Each of two threads would drop the tokens of the other's requests.
+        if _serving.setdefault(id(self._engine), self) is not self:
+            raise WrongState("another AsyncEngine serves this engine; use that one, or leave its `async with` first")
         # A daemon: a device that hangs does not delay the end of a process that has not stopped the thread.
         self._thread = threading.Thread(target=self.run, args=(owner,), name="rocm_attn engine", daemon=True)
         self._thread.start()
@@ -171,6 +176,8 @@ class EngineThread:
                 self._engine.cancel(number)
         except Exception as error:  # the exception that ended the engine may have broken its state
             logging.getLogger(__name__).error("requests could not be aborted: %s", error)
+        finally:
+            _serving.pop(id(self._engine), None)
 
     def submit(self, ticket: int, request: Request) -> None:
         """Queues a request of the owner."""

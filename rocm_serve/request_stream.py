@@ -140,7 +140,8 @@ class Inbox:
         self.error = error
         try:
             self._wake()
-        except Exception as raised:  # raised by on_output; other requests wait for this call to return
+        except (Exception, asyncio.CancelledError) as raised:
+            # on_output has raised it, and other requests wait for this call to return.
             logging.getLogger(__name__).error("the end of a request could not be reported", exc_info=raised)
 
     def take(self) -> OutputChunk:

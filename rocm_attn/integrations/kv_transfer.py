@@ -202,6 +202,11 @@ class _Mover:
                 f"the buffer has {len(buffer)} bytes and begins {buffer.data_ptr() % ALIGNMENT} after a multiple "
                 f"of {ALIGNMENT}; give {num_bytes} bytes that begin at a multiple"
             )
+        if offset := buffer.storage_offset() % torch.int64.itemsize:  # torch has no view of it as words
+            raise BadTensor(
+                f"the buffer begins {offset} bytes after a multiple of {torch.int64.itemsize} of the memory that it is "
+                f"a view of; let that memory begin at a multiple of {ALIGNMENT}, too"
+            )
         return buffer[:num_bytes]
 
     def _move(

@@ -251,12 +251,15 @@ async def test_an_abort_of_no_number_is_refused_and_ends_no_request(loaded: Load
         assert await stream.completion() == engine(loaded).generate([LONG])[0]
 
 
+@pytest.mark.parametrize("raised", [Broken("only mine"), asyncio.CancelledError("only mine")])
 @pytest.mark.parametrize("gives_up", [False, True])
-async def test_a_listener_that_raises_fails_its_own_request_alone(gives_up: bool, loaded: LoadedModel) -> None:
-    """The engine ended, and with it all requests."""
+async def test_a_listener_that_raises_fails_its_own_request_alone(
+    gives_up: bool, raised: BaseException, loaded: LoadedModel
+) -> None:
+    """The engine ended, and with it all requests; after a CancelledError, as of a task's result, others lost tokens."""
 
     def fails() -> None:
-        raise Broken("only mine")
+        raise raised
 
     served = engine(loaded)
     async with AsyncEngine(served) as front:
@@ -264,7 +267,7 @@ async def test_a_listener_that_raises_fails_its_own_request_alone(gives_up: bool
         stream.listen(fails)
         if gives_up:
             stream.give_up(RequestFailed(Completion((5,), (), "", "error", error="given up")))
-        with pytest.raises(RequestFailed, match="given up" if gives_up else "could not be taken in: Broken: only mine"):
+        with pytest.raises(RequestFailed, match="given up" if gives_up else "could not be taken in: .*: only mine"):
             await stream.completion()
         assert await other.completion() == engine(loaded).generate([LONG])[0]
         assert await front.between_steps(lambda: is_empty(served))
@@ -284,6 +287,18 @@ async def test_a_bound_that_is_no_number_is_refused_before_a_token_comes(loaded:
             with pytest.raises(BadSetting, match=f"most_unread is {wrong!r}; it must be"):
                 stream.bound(wrong, lambda: None)  # type: ignore[arg-type]
         assert await stream.completion() == engine(loaded).generate([LONG])[0]
+
+
+async def test_a_second_front_of_an_engine_is_refused_and_the_first_is_served(loaded: LoadedModel) -> None:
+    """Each dropped the tokens of the other's requests."""
+    served = engine(loaded)
+    async with AsyncEngine(served) as front:
+        second = AsyncEngine(served)
+        with pytest.raises(WrongState, match="another AsyncEngine serves this engine; use that one, or leave its"):
+            await second.__aenter__()
+        found = await front.complete(LONG)
+    async with second:
+        assert await second.complete(LONG) == found
 
 
 async def test_a_closed_stream_has_no_completion_and_lets_no_task_wait(loaded: LoadedModel) -> None:

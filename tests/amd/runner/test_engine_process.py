@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from itertools import count
 from multiprocessing import Pipe
@@ -124,11 +125,18 @@ async def test_texts_stops_and_counts_are_those_of_the_engine_itself(requests: l
 
 
 async def test_a_second_client_is_refused_and_the_first_is_served() -> None:
-    """The requests of the first one had no results; after its end, a client met an OSError."""
+    """The requests of the first one had no results; after its end, a client met an OSError.
+
+    What the second one was asked reached the engine: its stop() ended the first one's.
+    """
     with EngineProcess(served) as process:
         async with EngineClient(process) as client:
+            second = EngineClient(process)
             with pytest.raises(WrongState, match="this engine's process serves a client already, or was closed"):
-                await EngineClient(process).__aenter__()
+                await second.__aenter__()
+            for wrong in (second.stop, second.drain, second.ended, second.report, partial(second.complete, LONG)):
+                with pytest.raises(EngineEnded, match="it was not started"):
+                    await wrong()
             done = await client.complete(Request((5, 6), 3))
         assert len(done.token_ids) == 3
         with pytest.raises(WrongState, match="serves a client already, or was closed; make another one"):

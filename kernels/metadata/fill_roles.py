@@ -81,6 +81,7 @@ class TokenRoles(NamedTuple):
     seq: tl.tensor
     row: tl.tensor
     position: tl.tensor
+    last_key: tl.tensor
     slot: tl.tensor
     num: tl.tensor
     window_left: tl.tensor
@@ -200,6 +201,7 @@ def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE:
         tl.store(tokens.seq + token, zeros + seq, mask=inside)
         tl.store(tokens.row + token, zeros + table_row, mask=inside)
         tl.store(tokens.position + token, position, mask=inside)
+        tl.store(tokens.last_key + token, tl.where(live, tl.maximum(kv_index, -1), -1), mask=inside)
         slot = page * PAGE_SIZE + position % PAGE_SIZE
         if not NULL_PAGE:
             slot = tl.where(page < 0, -1, slot)
@@ -220,6 +222,7 @@ def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE:
         tl.store(tokens.seq + token, zeros + (seqs.num - 1), mask=token < tokens.num)
         tl.store(tokens.row + token, zeros, mask=token < tokens.num)
         tl.store(tokens.position + token, zeros, mask=token < tokens.num)
+        tl.store(tokens.last_key + token, zeros - 1, mask=token < tokens.num)
         tl.store(tokens.slot + token, zeros + NO_PAGE, mask=token < tokens.num)
 
 

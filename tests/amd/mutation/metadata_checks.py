@@ -77,6 +77,7 @@ def fill(memory: Memory) -> None:
             seq_of_token=garbage(num_tokens_padded),
             row_of_token=garbage(num_tokens_padded),
             position_of_token=garbage(num_tokens_padded),
+            last_key_of_token=garbage(num_tokens_padded),
             slot_of_token=garbage(num_tokens_padded),
             page_indptr=garbage(6),
             page_list=garbage(list_len),

@@ -245,6 +245,21 @@ def test_cells_of_a_sequence_whose_page_does_not_exist_stay_its_own(device: torc
 
 
 @pytest.mark.fast(interpreted=1)
+def test_no_key_before_a_sequence_that_lost_its_pages_is_read(device: torch.device, provider: str) -> None:
+    """Its cells begin below key 0."""
+    filled = Filled(device, provider, custom_mask=True)
+    assert isinstance(filled.source.entries, Tensor)
+    filled.source.entries[2, 0] = -1
+    filled.v.fill_(float("nan"))
+    q_len, q = [3, 30, 25, 1], filled.rows(59, Q_HEADS, DIM)
+    num_cells = sum(new * length for new, length in zip(q_len, filled.kv_len, strict=True))
+    mask = BoolCells(torch.ones(num_cells, dtype=torch.bool, device=device), torch.zeros(59, device=device).long())
+    out, lse = filled.attend(q_len, filled.step(q_len, mask=mask), q)
+    assert not out[33:58].any()
+    assert (lse[33:58] == -torch.inf).all()
+
+
+@pytest.mark.fast(interpreted=1)
 def test_a_mask_of_bytes_counts_windows_from_its_own_positions(device: torch.device, provider: str) -> None:
     """In the first masked step too, after which the windows of an earlier one are in their places."""
     filled = Filled(device, provider, custom_mask=True, window_left=7)

@@ -119,6 +119,7 @@ def _fill_kernel(
     PAGE_SIZE: tl.constexpr,
     NULL_PAGE: tl.constexpr,
     SHORT_KV: tl.constexpr,
+    PADS_HAVE_KV: tl.constexpr,
     WITH_PAGE_LIST: tl.constexpr,
     WITH_BLOCK_TABLE: tl.constexpr,
     WITH_INT64: tl.constexpr,
@@ -150,7 +151,7 @@ def _fill_kernel(
             chunk,
         )
         share = Share(token_share, token_shares)
-        write_tokens(share, seqs, request_table, tokens, PAGE_SIZE, NULL_PAGE, SHORT_KV)
+        write_tokens(share, seqs, request_table, tokens, PAGE_SIZE, NULL_PAGE, SHORT_KV, PADS_HAVE_KV)
     elif row_share < 0:
         if WITH_PAGE_LIST:
             share = Share(list_share, list_shares)
@@ -188,6 +189,7 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
         page_size,
         step.terms.null_page,
         step.terms.short_kv,
+        step.pads.kv_len > 0,
         step.page_indptr.numel() > 0,
         row_shares > 0,
         step.kv_len_int64.numel() > 0,

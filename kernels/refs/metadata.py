@@ -301,6 +301,8 @@ def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window
     step.seq_of_token.copy_(seq)
     step.row_of_token.copy_(torch.where(has_seq, row, 0))
     kv_index = (step.kv_len - step.q_len - first_token)[seq] + token
+    if step.pads.kv_len:
+        kv_index = torch.where(row == 0, -1, kv_index)
     position = torch.where(live, kv_index.clamp(min=0), 0)
     page_no, has_key = position // page_size, live & (kv_index >= 0)
     page = torch.where(has_key, _pages_at(step, row, page_no, no_page), no_page)

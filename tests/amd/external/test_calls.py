@@ -40,6 +40,7 @@ from rocm_attn.step.external_step import (
 )
 from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM
+from tests.amd.guards.csr_kernels import put_in_stand_ins
 from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.runtime.interrupts import OutOfMemory, every_line
 
@@ -242,6 +243,29 @@ def test_cells_of_a_sequence_whose_page_does_not_exist_stay_its_own(device: torc
     filled.assert_right(q_len, found, q, shown=shown)
     with pytest.raises(DeviceFault, match="a page in the table"):
         filled.attention.check_device()
+
+
+@pytest.mark.parametrize("null_page", [False, True])
+@pytest.mark.parametrize("has_lost", [False, True], ids=["no KV", "lost"])
+def test_a_pad_with_kv_for_its_kernels_stores_nothing(
+    has_lost: bool, null_page: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that need a key for each sequence read one of row 0. New rows of pads before others went there."""
+    put_in_stand_ins(monkeypatch.setattr)
+    filled, kv_len = Filled(device, "csr_min_1"), list(Filled.kv_len)
+    if has_lost:
+        filled.table[2, 1] = -1
+    else:
+        kv_len[2] = 0
+    source = TableSource(torch.from_numpy(filled.table).to(device, torch.int32), null_page=null_page)
+    filled.attention = attention = filled.build(source)
+    before = filled.k.nan_to_num()
+    attention.begin(filled.step([1] * 4, kv_len, min_q_len=1))
+    attention.fill()
+    attention.layers.store(0, filled.rows(4, KV_HEADS, DIM), filled.rows(4, KV_HEADS, V_DIM))
+    written = (filled.k.nan_to_num() != before).any(3).any(2).nonzero()
+    own = [(length - 1, filled.table[seq, (length - 1) // PAGE]) for seq, length in enumerate(kv_len) if seq != 2]
+    assert sorted(written.tolist()) == sorted([page, place % PAGE] for place, page in own)
 
 
 @pytest.mark.fast(interpreted=1)

@@ -247,7 +247,7 @@ def test_cells_of_a_sequence_whose_page_does_not_exist_stay_its_own(device: torc
 
 @pytest.mark.parametrize("null_page", [False, True])
 @pytest.mark.parametrize("has_lost", [False, True], ids=["no KV", "lost"])
-def test_a_pad_with_kv_for_its_kernels_stores_nothing(
+def test_a_pad_with_kv_for_its_kernels_stores_nothing_and_receives_zeros(
     has_lost: bool, null_page: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels that need a key for each sequence read one of row 0. New rows of pads before others went there."""
@@ -260,8 +260,10 @@ def test_a_pad_with_kv_for_its_kernels_stores_nothing(
     source = TableSource(torch.from_numpy(filled.table).to(device, torch.int32), null_page=null_page)
     filled.attention = attention = filled.build(source)
     before = filled.k.nan_to_num()
-    attention.begin(filled.step([1] * 4, kv_len, min_q_len=1))
-    attention.fill()
+    step = ExternalStep.decode(torch.tensor(kv_len, device=device), num_seqs=4, max_kv_len=64)
+    out, lse = filled.attend([1] * 4, step, filled.rows(4, Q_HEADS, DIM))
+    assert not out[2].any()
+    assert (lse[2] == -torch.inf).all()
     attention.layers.store(0, filled.rows(4, KV_HEADS, DIM), filled.rows(4, KV_HEADS, V_DIM))
     written = (filled.k.nan_to_num() != before).any(3).any(2).nonzero()
     own = [(length - 1, filled.table[seq, (length - 1) // PAGE]) for seq, length in enumerate(kv_len) if seq != 2]

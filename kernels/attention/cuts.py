@@ -478,7 +478,7 @@ class ExtendCut:
         causal, window_left: of the scores; by a packed mask a token may see its whole sequence
         """
         if not tiles.programs_per_cu:
-            return self
+            return replace(self, sharing=self.sharing._replace(causal=causal))
         num_kv_heads, gqa_ratio = heads
         sharing = RowSharing(
             programs=compute_units * tiles.programs_per_cu,

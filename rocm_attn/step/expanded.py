@@ -27,7 +27,7 @@ from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
-from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, ExtendCut
+from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.attention import paged_extend
@@ -312,7 +312,7 @@ class PackedAttention:
             self.target.arch, gqa_ratio=1, num_kv_heads=heads, head_dim=dim, v_head_dim=v.shape[2], dtype=q.dtype
         )
         # Rows may outnumber the keys of a chunk before them: no sequence has lost its keys then.
-        cut = replace(ExtendCut.of(tiles, gqa_ratio=1), sharing=WHOLE_ROWS._replace(causal=causal))
+        cut = ExtendCut.of(tiles, gqa_ratio=1, causal=causal)
         words = cut.words(num_tokens, queries.num_seqs)
         args = args._replace(schedule=torch.empty(words, dtype=torch.int32, device=q.device))
         triton_launches.launch_extend_schedule(queries, args.schedule, cut)

@@ -184,6 +184,31 @@ def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.
     filled.attention.check_device()
 
 
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_queries_may_outnumber_latents(deterministic: bool, device: torch.device, provider: str) -> None:
+    """Such rows counted as those of a sequence that lost its pages, and received zeros."""
+    options = ExternalOptions(provider=provider, short_kv=True, deterministic=deterministic)
+    table = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32, device=device)
+    latents = problem(num_kv_heads=1, head_dim=24, v_head_dim=16, window_right=UNLIMITED_WINDOW, pool=PoolKind.LATENT)
+    made = ExternalAttention(
+        [LayerSource(latents)], TableSource(table), device=device, bounds=replace(BOUNDS, kv_len=32), options=options
+    )
+    random = torch.Generator().manual_seed(0)
+    k, q = (torch.randn(shape, generator=random) for shape in ((BOUNDS.num_pages, PAGE, 1, 24), (16, Q_HEADS, 24)))
+    pages = k.to(device)
+    made.pages.bind(0, pages, pages[..., :16])
+    kv_len, q_len = (torch.tensor(each, device=device) for each in ([5, 20], [12, 4]))
+    made.begin(ExternalStep(2, 2, 16, kv_len, NewLengths(q_len), None, 4, 12, 32))
+    made.fill()
+    out = torch.empty(16, Q_HEADS, 16, device=device)
+    made.layers.attend(0, q.to(device), out)
+    for rows, keys in ((slice(12), k[1, :5]), (slice(12, 16), torch.cat([k[2], k[3, :4]]))):
+        q_rows, k_rows = q[rows].double().numpy(), keys.double().numpy()
+        want, _ = attention(q_rows, k_rows, k_rows[..., :16], Scores(SCALE, causal=False))
+        assert np.allclose(out[rows].cpu(), want, atol=2e-5)
+
+
 @pytest.mark.fast(8, interpreted=0)
 @pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("q_len", [[0, 0, 1, 0], [1, 0, 1, 0]])

@@ -238,6 +238,11 @@ class ExternalAttention:
         tables = tables if isinstance(tables, Mapping) else {Space.FULL: tables}
         _check_layers(problems, spaces, tables)
         self.gate = gate = ExternalGate(guards.adopted)
+        kinds_of = {
+            causality: self._choose([options.problem(p, causality) for p in problems], spaces, target, agree)
+            for causality in options.causalities
+        }
+        kernels = [each for kinds in kinds_of.values() for s in kinds.selections for each in s.kernels.values()]
         self.tables = AdoptedTables(
             tables,
             {space: Reach.of([p for p, its in zip(problems, spaces, strict=True) if its == space]) for space in tables},
@@ -245,6 +250,7 @@ class ExternalAttention:
             max_kv_len=bounds.kv_len,
             num_seqs=bounds.num_seqs,
             short_kv=options.short_kv,
+            pads_have_kv=any(kernel.entry.min_kv_len for kernel in kernels),
             device=self.device,
             gate=gate,
         )
@@ -259,10 +265,7 @@ class ExternalAttention:
             gate=gate,
         )
         self._head_weights = LayerHeadWeights(problems, self.device, guards.step.layers.new_head_weights)
-        self.cores = {
-            causality: self._new_core([options.problem(p, causality) for p in problems], spaces, target, agree)
-            for causality in options.causalities
-        }
+        self.cores = {causality: self._new_core(kinds) for causality, kinds in kinds_of.items()}
         first_core = next(iter(self.cores.values()))
         selecting = first_core.layers.selecting
         self._selects = bool(selecting.indexed)
@@ -449,8 +452,8 @@ class ExternalAttention:
         wait_for_device(self.device)
         self._publisher.find_faults()
 
-    def _new_core(self, problems: Sequence[Problem], spaces: Sequence[Space], target: Target, agree: Agree) -> StepCore:
-        """Returns the core that runs the steps of a causality."""
+    def _choose(self, problems: Sequence[Problem], spaces: Sequence[Space], target: Target, agree: Agree) -> LayerKinds:
+        """Returns the kernels of steps of a causality."""
         selections = choose_kernels(
             list(dict.fromkeys(problems)),
             target,
@@ -460,7 +463,11 @@ class ExternalAttention:
             device=self.device,
             agree=agree,
         )
-        kinds, guards = LayerKinds.of(problems, spaces, selections), self.guards.step
+        return LayerKinds.of(problems, spaces, selections)
+
+    def _new_core(self, kinds: LayerKinds) -> StepCore:
+        """Returns the core that runs the steps of a causality."""
+        guards = self.guards.step
         if not self.options.mask_cells:
             # The cells of one word, which no token reads.
             guards = replace(guards, memory=replace(guards.memory, mask_room=lambda shape, mask_keys: 32))

@@ -465,9 +465,9 @@ class ExtendCut:
         assert not (sharing.segment_len and sharing.alike_keys), "segments of a row are looked for by equal shares"
 
     @classmethod
-    def of(cls, tiles: ExtendTiles, *, gqa_ratio: int, min_q_len: int = 1) -> ExtendCut:
+    def of(cls, tiles: ExtendTiles, *, gqa_ratio: int, min_q_len: int = 1, causal: bool = True) -> ExtendCut:
         """The cut of a layer that is served with these tiles, of rows that are one program's each."""
-        return cls(tiles.tokens_per_block(gqa_ratio), min_q_len)
+        return cls(tiles.tokens_per_block(gqa_ratio), min_q_len, WHOLE_ROWS._replace(causal=causal))
 
     def shared_by(
         self, tiles: ExtendTiles, *, compute_units: int, heads: tuple[int, int], causal: bool, window_left: int
@@ -478,7 +478,7 @@ class ExtendCut:
         causal, window_left: of the scores; by a packed mask a token may see its whole sequence
         """
         if not tiles.programs_per_cu:
-            return self
+            return replace(self, sharing=self.sharing._replace(causal=causal))
         num_kv_heads, gqa_ratio = heads
         sharing = RowSharing(
             programs=compute_units * tiles.programs_per_cu,

@@ -1,6 +1,6 @@
 """Clears the padded tokens of an attention output, after kernels that leave them unchanged or write garbage there.
 
-out[t] = 0    lse[t] = -inf        for t >= num_tokens
+out[t] = 0    lse[t] = -inf        for t >= num_tokens, and for t of row 0 if that is no sequence's
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rocm_attn.kernels.launch import launch, only_launches
 @triton.jit
 def _clear_pads_kernel(
     counts,
+    row_of_token,
     out,
     out_token,
     out_head,
@@ -28,7 +29,10 @@ def _clear_pads_kernel(
     HAS_LSE: tl.constexpr,
 ):
     token = tl.program_id(0)
-    if token >= tl.load(counts + 1):
+    is_pad = token >= tl.load(counts + 1)
+    if row_of_token is not None:
+        is_pad |= tl.load(row_of_token + token) == 0
+    if is_pad:
         t = token.to(tl.int64)
         head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
         head64 = head.to(tl.int64)
@@ -42,10 +46,11 @@ def _clear_pads_kernel(
 
 
 @only_launches
-def launch_clear_pads(counts: Tensor, out: Tensor, lse: Tensor | None) -> None:
+def launch_clear_pads(counts: Tensor, out: Tensor, lse: Tensor | None, row_of_token: Tensor | None) -> None:
     """Writes zeros to the padded tokens of out, and -inf to those of lse.
 
     counts: int32 [4]; [1] is num_tokens
+    row_of_token: int32 [T]; tokens of row 0 are padded ones too, even before others. None: they need not be
     out:    [T, q_heads, v_head_dim], any strides but the last
     lse:    float32 [T, q_heads], any strides; or None
     """
@@ -58,6 +63,7 @@ def launch_clear_pads(counts: Tensor, out: Tensor, lse: Tensor | None) -> None:
         _clear_pads_kernel,
         (num_tokens, triton.cdiv(heads, heads_block)),
         counts,
+        row_of_token,
         out,
         *out.stride()[:2],
         rows,

@@ -122,7 +122,8 @@ def keys_of_block(step, seq, first_token, is_row, kv_len, G: tl.constexpr):
         # From here on cells are counted from the block's first word, and fit 32 bits.
         words = step.words + block_cell // 32
         cell = (block_cell % 32).to(tl.int32) + block_token * mask_len
-        edge = tl.minimum(edge, start)
+        # The cells of a sequence that lost its keys, of which it sees none, begin below key 0.
+        edge = tl.minimum(edge, tl.maximum(start, 0))
         if K.WINDOWED:
             edge = first
     elif K.WINDOWED:

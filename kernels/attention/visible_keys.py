@@ -51,7 +51,7 @@ class PackedMask(VisibleKeys):
 
     words:  int32 [n]      the cells of all sequences, and words that are not read
     indptr: int64 [S + 1]  sequence -> its first cell
-    start:  int32 [S]      sequence -> the first key that has cells, from 0 up to kv_len
+    start:  int32 [S]      sequence -> the first key that has cells, up to kv_len; below 0 if it lost its keys
     """
 
     words: Tensor

@@ -491,7 +491,7 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
     queries, pages, table = args.queries, args.pages, args.table
     num_kv_heads, gqa_ratio = args.heads
     cut.check(args.schedule, queries.num_tokens, queries.num_seqs)
-    assert cut == ExtendCut.of(EXTEND_TILES, gqa_ratio=gqa_ratio, min_q_len=cut.min_q_len), (
+    assert cut == ExtendCut.of(EXTEND_TILES, gqa_ratio=gqa_ratio, min_q_len=cut.min_q_len, causal=cut.sharing.causal), (
         "the schedule was cut for others"
     )
     assert not scores.visibility.windowed, "no window is served"

@@ -5,6 +5,7 @@
     seq_of_token[t]       = i, where q_indptr[i] <= t < q_indptr[i+1]
     row_of_token[t]       = row_of_seq[seq_of_token[t]]
     position_of_token[t]  = kv_len[i] - q_len[i] + (t - q_indptr[i])            for token t of sequence i
+    last_key_of_token[t]  = the same, or -1 where that is negative, as in a sequence that lost its KV
     slot_of_token[t]      = table[row_of_seq[i], position // page_size] * page_size + position % page_size
     page_indptr[i]        = pages of sequences 0 .. i-1
     page_list             = their pages, sequence after sequence
@@ -18,10 +19,10 @@
 
 The last three belong to decode steps, in which a token has the number of its sequence.
 
-Tokens at or past num_tokens receive position 0 and slot 0. Tokens at or past q_indptr[S], which are of no sequence,
-receive the last one of S and row 0. Entries after the last page, in page_list and block_table, receive page 0, a valid
-page for kernels that read ahead. A token or page beyond its sequence's row of the table, which lengths that only the
-device knows may bring, meets page 0 and never another row's page. A live token that meets page 0 sets
+Tokens at or past num_tokens receive position 0, last key -1 and slot 0. Tokens at or past q_indptr[S], which are of no
+sequence, receive the last one of S and row 0. Entries after the last page, in page_list and block_table, receive page
+0, a valid page for kernels that read ahead. A token or page beyond its sequence's row of the table, which lengths that
+only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0 sets
 TOKEN_WITHOUT_PAGE in the error word, and one whose window or chunk begins there sets WINDOW_WITHOUT_PAGE. Where page 0
 is a real page (TableTerms), slots of pads and of tokens without a page are -1.
 
@@ -92,6 +93,7 @@ def _fill_kernel(
     seq_of_token,
     row_of_token,
     position_of_token,
+    last_key_of_token,
     slot_of_token,
     page_indptr,
     page_list,
@@ -117,6 +119,7 @@ def _fill_kernel(
     PAGE_SIZE: tl.constexpr,
     NULL_PAGE: tl.constexpr,
     SHORT_KV: tl.constexpr,
+    PADS_HAVE_KV: tl.constexpr,
     WITH_PAGE_LIST: tl.constexpr,
     WITH_BLOCK_TABLE: tl.constexpr,
     WITH_INT64: tl.constexpr,
@@ -138,10 +141,17 @@ def _fill_kernel(
             write_groups(block, seqs, groups, PAGE_SIZE)
     elif list_share < 0:
         tokens = TokenRoles(
-            seq_of_token, row_of_token, position_of_token, slot_of_token, num_tokens_padded, window_left, chunk
+            seq_of_token,
+            row_of_token,
+            position_of_token,
+            last_key_of_token,
+            slot_of_token,
+            num_tokens_padded,
+            window_left,
+            chunk,
         )
         share = Share(token_share, token_shares)
-        write_tokens(share, seqs, request_table, tokens, PAGE_SIZE, NULL_PAGE, SHORT_KV)
+        write_tokens(share, seqs, request_table, tokens, PAGE_SIZE, NULL_PAGE, SHORT_KV, PADS_HAVE_KV)
     elif row_share < 0:
         if WITH_PAGE_LIST:
             share = Share(list_share, list_shares)
@@ -179,6 +189,7 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
         page_size,
         step.terms.null_page,
         step.terms.short_kv,
+        step.pads.kv_len > 0,
         step.page_indptr.numel() > 0,
         row_shares > 0,
         step.kv_len_int64.numel() > 0,

@@ -81,6 +81,7 @@ class TokenRoles(NamedTuple):
     seq: tl.tensor
     row: tl.tensor
     position: tl.tensor
+    last_key: tl.tensor
     slot: tl.tensor
     num: tl.tensor
     window_left: tl.tensor
@@ -174,7 +175,16 @@ def write_groups(block, seqs, groups, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr, SHORT_KV: tl.constexpr):
+def write_tokens(
+    share,
+    seqs,
+    table,
+    tokens,
+    PAGE_SIZE: tl.constexpr,
+    NULL_PAGE: tl.constexpr,
+    SHORT_KV: tl.constexpr,
+    PADS_HAVE_KV: tl.constexpr,
+):
     """Sequences, rows, positions, slots: a share of one sequence's tokens and one of the tokens after all sequences."""
     # Where page 0 is a real page, no page and no slot are -1.
     NO_PAGE: tl.constexpr = 0 if NULL_PAGE else -1
@@ -191,6 +201,9 @@ def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE:
         inside = (offset < new) & (token < tokens.num)
         live = inside & (token < num_tokens)
         kv_index = prefix + offset
+        if PADS_HAVE_KV:
+            # A pad before other sequences, or one that lost its pages, has KV for kernels alone: row 0 is no request's.
+            kv_index = tl.where(table_row == 0, -1, kv_index)
         page_no = kv_index // PAGE_SIZE
         # A token before its KV, or past its row, meets no page, and is reported below; its position has no meaning.
         in_row = live & (kv_index >= 0) & (page_no < table.width)
@@ -200,6 +213,7 @@ def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE:
         tl.store(tokens.seq + token, zeros + seq, mask=inside)
         tl.store(tokens.row + token, zeros + table_row, mask=inside)
         tl.store(tokens.position + token, position, mask=inside)
+        tl.store(tokens.last_key + token, tl.where(live, tl.maximum(kv_index, -1), -1), mask=inside)
         slot = page * PAGE_SIZE + position % PAGE_SIZE
         if not NULL_PAGE:
             slot = tl.where(page < 0, -1, slot)
@@ -220,6 +234,7 @@ def write_tokens(share, seqs, table, tokens, PAGE_SIZE: tl.constexpr, NULL_PAGE:
         tl.store(tokens.seq + token, zeros + (seqs.num - 1), mask=token < tokens.num)
         tl.store(tokens.row + token, zeros, mask=token < tokens.num)
         tl.store(tokens.position + token, zeros, mask=token < tokens.num)
+        tl.store(tokens.last_key + token, zeros - 1, mask=token < tokens.num)
         tl.store(tokens.slot + token, zeros + NO_PAGE, mask=token < tokens.num)
 
 

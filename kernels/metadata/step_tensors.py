@@ -143,6 +143,8 @@ class StepTensors:
     row_of_token: Annotated[Tensor, Field(Unit.TOKEN)]
     # [T] token -> place in its sequence's KV
     position_of_token: Annotated[Tensor, Field(Unit.TOKEN)]
+    # [T] token -> place in its sequence's KV, -1 for pads and for tokens before the KV: they see no key
+    last_key_of_token: Annotated[Tensor, Field(Unit.TOKEN, pad=-1)]
     # [T] token -> slot of the pool; for pads 0, or -1 if page 0 is a real page
     slot_of_token: Annotated[Tensor, Field(Unit.TOKEN, of_space=True)]
 

@@ -73,6 +73,7 @@ def _watch_pages_kernel(
     row_of_seq,
     kv_len,
     q_len,
+    not_of_pads,
     seq_of_token,
     position_of_token,
     slot_of_token,
@@ -99,7 +100,8 @@ def _watch_pages_kernel(
         seq = program // shares
         share = program % shares
         row = tl.load(engine_row + seq).to(tl.int64)
-        live = (seq < tl.load(counts)) & (row < num_rows)
+        # A pad before others has row 0, which may be one of theirs.
+        live = (seq < tl.load(counts)) & (row < num_rows) & (tl.load(not_of_pads + seq) > 0)
         length = tl.where(live, tl.load(kv_len + seq), 0)
         new = tl.load(q_len + seq)
         begin = length - new
@@ -185,6 +187,8 @@ def launch_watch_pages(step: StepTensors, engine_row: Tensor, watch: PageWatch, 
         step.row_of_seq,
         step.kv_len,
         step.q_len,
+        # Where pads have KV, row 0 of the table is theirs alone.
+        step.row_of_seq if step.pads.kv_len else step.kv_len,
         step.seq_of_token,
         step.position_of_token,
         step.slot_of_token,

@@ -301,10 +301,13 @@ def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window
     step.seq_of_token.copy_(seq)
     step.row_of_token.copy_(torch.where(has_seq, row, 0))
     kv_index = (step.kv_len - step.q_len - first_token)[seq] + token
+    if step.pads.kv_len:
+        kv_index = torch.where(row == 0, -1, kv_index)
     position = torch.where(live, kv_index.clamp(min=0), 0)
     page_no, has_key = position // page_size, live & (kv_index >= 0)
     page = torch.where(has_key, _pages_at(step, row, page_no, no_page), no_page)
     step.position_of_token.copy_(position)
+    step.last_key_of_token.copy_(torch.where(has_key, kv_index, -1))
     step.slot_of_token.copy_(torch.where(page < 0, -1, page * page_size + position % page_size))
     is_lost = ((has_key if step.terms.short_kv else live) & (page <= no_page)).any()
     step.counts[ERROR_WORD].bitwise_or_(is_lost.to(torch.int32) * TOKEN_WITHOUT_PAGE)

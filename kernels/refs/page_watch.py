@@ -18,7 +18,8 @@ def watch_pages(step: StepTensors, engine_row: Tensor, watch: PageWatch, *, page
     counts, num_seqs = step.counts, len(step.kv_len)
     now = counts[2].long()
     row = engine_row.long()
-    live = (torch.arange(num_seqs, device=row.device) < counts[0]) & (row < num_rows)
+    not_of_pads = step.row_of_seq if step.pads.kv_len else step.kv_len
+    live = (torch.arange(num_seqs, device=row.device) < counts[0]) & (row < num_rows) & (not_of_pads > 0)
     row = torch.where(live, row, 0)
     length = torch.where(live, step.kv_len, 0).long()
     begin = length - step.q_len

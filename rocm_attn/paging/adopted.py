@@ -206,6 +206,7 @@ class AdoptedTables:
     max_kv_len: tokens of the longest sequence
     num_seqs:   padded sequences of the largest step
     short_kv:   True if a sequence may have fewer tokens in its KV than new tokens
+    pads_have_kv: whether kernels read a page of pads: row 0, which no request may have then, leads to page 0
     rows:       the rows that every table has now
     Raises BadTensor for a table on another device.
     """
@@ -219,12 +220,13 @@ class AdoptedTables:
         max_kv_len: int,
         num_seqs: int,
         short_kv: bool,
+        pads_have_kv: bool,
         device: torch.device,
         gate: ChangeGate,
     ) -> None:
         self.page_size, self.device, self._gate = page_size, device, gate
         self.short_kv, self.changes, self.most_rows = short_kv, 0, INT32_MAX
-        self.gathered = not all(_lies_right(source, page_size) for source in sources.values())
+        self.gathered = pads_have_kv or not all(_lies_right(source, page_size) for source in sources.values())
         self.max_kv_len = min(max_kv_len, *(_row_tokens(source.gather, page_size) for source in sources.values()))
         self.width = -(-self.max_kv_len // page_size)
         spaces = []

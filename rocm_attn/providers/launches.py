@@ -146,7 +146,7 @@ class StepOps:
     state_places: StatePlacing
     convolve: Convolve
     recur: Recur
-    clear_pads: Callable[[Tensor, Tensor, Tensor | None], None]  # counts, out, lse
+    clear_pads: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]  # counts, out, lse, row_of_token
     # out_a, lse_a, out_b, lse_b, out, lse
     merge_states: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     # For steps whose lengths, tables, slots and masks an engine owns.

@@ -210,7 +210,7 @@ class BesideSparse:
 def every_row(args: AttendArgs, step: StepTensors, bounds: StepBounds, keys: int) -> SelectedArgs:
     """The arguments of attention to all rows that a token sees, `keys` of them at most."""
     tokens = SparseTokens(
-        step.row_of_token, step.position_of_token, step.counts[1:2], bounds.max_q_len, bounds.max_kv_len
+        step.row_of_token, step.last_key_of_token, step.counts[1:2], bounds.max_q_len, bounds.max_kv_len
     )
     rows, results = (args.q, args.pages, args.table, tokens), (args.out, args.lse, args.sinks, args.workspace)
     return SelectedArgs(*rows, LastTokens(keys), *results)

@@ -153,7 +153,7 @@ def bind_extend(problem: Problem, target: Target, plain: BoundKernel, min_q_len:
     """
     encoding = problem.kv_encoding.over(problem.dtype)
     extend_heads(target.arch, head_dim=problem.head_dim, v_head_dim=problem.v_head_dim, encoding=encoding)
-    cut = ExtendCut.of(EXTEND_TILES, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len)
+    cut = ExtendCut.of(EXTEND_TILES, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len, causal=problem.causal)
     programs_of_block = problem.num_kv_heads * EXTEND_TILES.head_blocks(problem.gqa_ratio)
     per_unit = _PROGRAMS_PER_CU_OF_64 if problem.head_dim == 64 and not encoding.is_fp8 else _PROGRAMS_PER_CU
     least_blocks = -(-per_unit * target.compute_units // programs_of_block)

@@ -128,7 +128,7 @@ def _decode_in(tiles: LatentTiles, problem: Problem, target: Target, *, fewest: 
 
 def _extend(problem: Problem, target: Target, *, min_q_len: int) -> LatentExtend:
     tiles = latent_extend_tiles_of(problem, target)
-    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len)
+    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len, causal=problem.causal)
     return LatentExtend(problem, scores_of(problem), tiles, cut)
 
 
@@ -187,7 +187,7 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
 def _masked_extend(problem: Problem, target: Target, min_q_len: int) -> LatentExtend:
     """Extend of masked steps, for sequences with min_q_len new tokens or more."""
     tiles = latent_extend_tiles_of_table(problem, target).of_masked_steps()
-    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len)
+    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len, causal=problem.causal)
     return LatentExtend(problem, scores_of(problem), tiles, cut)
 
 
@@ -200,7 +200,7 @@ def _bind_segment_decode(problem: Problem, target: Target, pool: PoolSize) -> La
 
 def _bind_segment_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> LatentSegmentExtend:
     tiles = latent_segment_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
-    cut = latent_extend_cut(tiles.block, num_heads=problem.num_q_heads, min_q_len=min_q_len)
+    cut = latent_extend_cut(tiles.block, num_heads=problem.num_q_heads, min_q_len=min_q_len, causal=problem.causal)
     return LatentSegmentExtend(problem, scores_of(problem), tiles, cut)
 
 

@@ -156,7 +156,7 @@ def _shared(extend: SegmentExtend, target: Target) -> SegmentExtend:
 
 def _extend_in(tiles: SegmentTiles, problem: Problem, min_q_len: int = 1) -> SegmentExtend:
     """Extend in which every row belongs to one program."""
-    cut = ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len)
+    cut = ExtendCut.of(tiles.extend, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len, causal=problem.causal)
     return SegmentExtend(problem, scores_of(problem), tiles, cut)
 
 

@@ -311,7 +311,8 @@ class PackedAttention:
         tiles = extend_tiles(
             self.target.arch, gqa_ratio=1, num_kv_heads=heads, head_dim=dim, v_head_dim=v.shape[2], dtype=q.dtype
         )
-        cut = ExtendCut.of(tiles, gqa_ratio=1)
+        # Rows may outnumber the keys of a chunk before them: no sequence has lost its keys then.
+        cut = ExtendCut.of(tiles, gqa_ratio=1, causal=causal)
         words = cut.words(num_tokens, queries.num_seqs)
         args = args._replace(schedule=torch.empty(words, dtype=torch.int32, device=q.device))
         triton_launches.launch_extend_schedule(queries, args.schedule, cut)

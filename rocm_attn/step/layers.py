@@ -163,7 +163,8 @@ class Layers(TensorChecks):
         with self._noting(step, call):
             kernel.bound.attend(args, tensors, plan.bounds)
             if not kernel.entry.clears_pads:
-                self._ops.clear_pads(tensors.counts, out, lse)
+                # Where pads have KV, a sequence that became one has read it. Row 0 belongs to no other then.
+                self._ops.clear_pads(tensors.counts, out, lse, tensors.row_of_token if tensors.pads.kv_len else None)
 
     def stores_within(self, plan: StepPlan, layer: int) -> bool:
         """True if the layer's kernel stores the new K and V itself, so that store_and_attend() does both."""

@@ -217,7 +217,7 @@ class StepMemory:
             replace(spaces[space], window_start=of_window[window]) if window in of_window else spaces[space]
             for space, window in zip(self._space_of_kind, windows, strict=True)
         ]
-        places = SparseTokens(first.row_of_token, first.position_of_token, first.counts[1:2], *longest)
+        places = SparseTokens(first.row_of_token, first.last_key_of_token, first.counts[1:2], *longest)
         selections, attended = list[SelectedUnits | None](), []
         for kind, (selection, indexing) in enumerate(
             zip(self._selections, indexings_of(self._selections), strict=True)
@@ -227,7 +227,7 @@ class StepMemory:
             tokens = selection.problem.row.tokens
             if tokens > 1:
                 pool = pools[self._pools[kind]]
-                of_kind[kind] = replace(pool.step, slot_of_token=pool.slots, position_of_token=pool.rows)
+                of_kind[kind] = replace(pool.step, slot_of_token=pool.slots, last_key_of_token=pool.rows)
                 in_rows = places._replace(position_of_token=pool.rows, max_kv_len=longest[1] // tokens)
                 # A chosen unit is a row here, and was a few tokens to the indexer.
                 attended.append(SelectedPlaces(in_rows, selected and selected._replace(unit_tokens=1)))

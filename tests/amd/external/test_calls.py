@@ -40,6 +40,7 @@ from rocm_attn.step.external_step import (
 )
 from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM
+from tests.amd.guards.csr_kernels import put_in_stand_ins
 from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.runtime.interrupts import OutOfMemory, every_line
 
@@ -183,6 +184,31 @@ def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.
     filled.attention.check_device()
 
 
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_queries_may_outnumber_latents(deterministic: bool, device: torch.device, provider: str) -> None:
+    """Such rows counted as those of a sequence that lost its pages, and received zeros."""
+    options = ExternalOptions(provider=provider, short_kv=True, deterministic=deterministic)
+    table = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32, device=device)
+    latents = problem(num_kv_heads=1, head_dim=24, v_head_dim=16, window_right=UNLIMITED_WINDOW, pool=PoolKind.LATENT)
+    made = ExternalAttention(
+        [LayerSource(latents)], TableSource(table), device=device, bounds=replace(BOUNDS, kv_len=32), options=options
+    )
+    random = torch.Generator().manual_seed(0)
+    k, q = (torch.randn(shape, generator=random) for shape in ((BOUNDS.num_pages, PAGE, 1, 24), (16, Q_HEADS, 24)))
+    pages = k.to(device)
+    made.pages.bind(0, pages, pages[..., :16])
+    kv_len, q_len = (torch.tensor(each, device=device) for each in ([5, 20], [12, 4]))
+    made.begin(ExternalStep(2, 2, 16, kv_len, NewLengths(q_len), None, 4, 12, 32))
+    made.fill()
+    out = torch.empty(16, Q_HEADS, 16, device=device)
+    made.layers.attend(0, q.to(device), out)
+    for rows, keys in ((slice(12), k[1, :5]), (slice(12, 16), torch.cat([k[2], k[3, :4]]))):
+        q_rows, k_rows = q[rows].double().numpy(), keys.double().numpy()
+        want, _ = attention(q_rows, k_rows, k_rows[..., :16], Scores(SCALE, causal=False))
+        assert np.allclose(out[rows].cpu(), want, atol=2e-5)
+
+
 @pytest.mark.fast(8, interpreted=0)
 @pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("q_len", [[0, 0, 1, 0], [1, 0, 1, 0]])
@@ -242,6 +268,46 @@ def test_cells_of_a_sequence_whose_page_does_not_exist_stay_its_own(device: torc
     filled.assert_right(q_len, found, q, shown=shown)
     with pytest.raises(DeviceFault, match="a page in the table"):
         filled.attention.check_device()
+
+
+@pytest.mark.parametrize("null_page", [False, True])
+@pytest.mark.parametrize("has_lost", [False, True], ids=["no KV", "lost"])
+def test_a_pad_with_kv_for_its_kernels_stores_nothing_and_receives_zeros(
+    has_lost: bool, null_page: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that need a key for each sequence read one of row 0. New rows of pads before others went there."""
+    put_in_stand_ins(monkeypatch.setattr)
+    filled, kv_len = Filled(device, "csr_min_1"), list(Filled.kv_len)
+    if has_lost:
+        filled.table[2, 1] = -1
+    else:
+        kv_len[2] = 0
+    source = TableSource(torch.from_numpy(filled.table).to(device, torch.int32), null_page=null_page)
+    filled.attention = attention = filled.build(source)
+    before = filled.k.nan_to_num()
+    step = ExternalStep.decode(torch.tensor(kv_len, device=device), num_seqs=4, max_kv_len=64)
+    out, lse = filled.attend([1] * 4, step, filled.rows(4, Q_HEADS, DIM))
+    assert not out[2].any()
+    assert (lse[2] == -torch.inf).all()
+    attention.layers.store(0, filled.rows(4, KV_HEADS, DIM), filled.rows(4, KV_HEADS, V_DIM))
+    written = (filled.k.nan_to_num() != before).any(3).any(2).nonzero()
+    own = [(length - 1, filled.table[seq, (length - 1) // PAGE]) for seq, length in enumerate(kv_len) if seq != 2]
+    assert sorted(written.tolist()) == sorted([page, place % PAGE] for place, page in own)
+
+
+@pytest.mark.fast(interpreted=1)
+def test_no_key_before_a_sequence_that_lost_its_pages_is_read(device: torch.device, provider: str) -> None:
+    """Its cells begin below key 0."""
+    filled = Filled(device, provider, custom_mask=True)
+    assert isinstance(filled.source.entries, Tensor)
+    filled.source.entries[2, 0] = -1
+    filled.v.fill_(float("nan"))
+    q_len, q = [3, 30, 25, 1], filled.rows(59, Q_HEADS, DIM)
+    num_cells = sum(new * length for new, length in zip(q_len, filled.kv_len, strict=True))
+    mask = BoolCells(torch.ones(num_cells, dtype=torch.bool, device=device), torch.zeros(59, device=device).long())
+    out, lse = filled.attend(q_len, filled.step(q_len, mask=mask), q)
+    assert not out[33:58].any()
+    assert (lse[33:58] == -torch.inf).all()
 
 
 @pytest.mark.fast(interpreted=1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.errors import BadTensor, DeviceFault, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.sparse.arguments import Indexing
@@ -92,6 +92,42 @@ def test_what_a_table_holds_after_a_sequences_pages_is_not_read(
         attention.check_device()
     assert outs[0].isfinite().all()
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize(("lost", "page"), [(0, 10**6), (1, -1), (2, PAGES)])
+def test_a_sequence_that_lost_its_pages_sees_no_key_of_row_0(
+    lost: int, page: int, device: torch.device, provider: str
+) -> None:
+    """It saw the first one, another sequence's, or read a page past the pool if the sequence of row 0 was lost."""
+    outs = []
+    for wrong in (False, True):
+        generator = torch.Generator().manual_seed(1)
+        table = torch.tensor([[1, 0], [2, 3], [4, 5]], dtype=torch.int32)
+        if wrong:
+            table[lost, 0] = page
+        attention = ExternalAttention(
+            [LayerSource(layer(indexer(TOKENS)))],
+            TableSource(table.to(device)),
+            device=device,
+            bounds=Bounds(num_seqs=3, num_tokens=16, kv_len=8, num_pages=PAGES),
+            options=ExternalOptions(provider=provider),
+        )
+        shapes = (PAGES, 4, 2, 16), (PAGES, 4, 16), (6, 4, 16), (6, 4, 16)
+        pages, index_pages, q, index_q = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+        attention.pages.bind(0, pages, pages.clone())
+        attention.pages.bind_index(0, index_pages)
+        lengths, new = (torch.tensor(each, device=device) for each in ([4, 7, 6], [2, 1, 3]))
+        attention.begin(ExternalStep(3, 3, 6, lengths, NewLengths(new), None, 1, 3, 8))
+        attention.fill()
+        outs.append(torch.empty_like(q))
+        attention.layers.select(0, index_q)
+        attention.layers.attend_selected(0, q, outs[-1])
+    own = slice(*([0, 2, 3, 6][lost : lost + 2]))
+    outs[0][own] = 0
+    assert torch.equal(outs[1], outs[0])
+    with pytest.raises(DeviceFault, match="a page in the table"):
+        attention.check_device()
 
 
 def test_index_pages_that_do_not_fit_are_refused(device: torch.device) -> None:

@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadTensor, DeviceFault
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.paging.adopted import Source, TableSource
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.step.external_step import ExternalStep, NewLengths
 from tests.amd.external.engines import VLLM, Engine, FlashInfer, MakeEngine, Request, SGLang
+from tests.amd.guards.csr_kernels import put_in_stand_ins
+from tests.amd.worlds.problems import small_problem
 
 TAKEN = "a page that a row still names was written through another entry"
 
@@ -86,6 +90,35 @@ def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_reported(
     assert_reported(engine)
     engine.run([second, third], [1, 1])
     engine.attention.check_device()
+
+
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("pads_have_kv", [False, True])
+def test_a_pad_before_others_does_not_hide_a_taken_page_of_row_0(
+    pads_have_kv: bool, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has row 0 too, and each step began that row anew."""
+    put_in_stand_ins(monkeypatch.setattr)
+    table = torch.tensor([[1, 2, 3, 4, 9], [5, 6, 7, 8, 9]], dtype=torch.int32, device=device)
+    attention = ExternalAttention(
+        [LayerSource(small_problem())],
+        TableSource(table),
+        device=device,
+        bounds=Bounds(num_seqs=3, num_tokens=8, kv_len=20, num_pages=10),
+        options=ExternalOptions(provider="csr_min_1" if pads_have_kv else provider, watches_pages=True),
+    )
+    attention.pages.bind(0, *torch.zeros(2, 10, 4, 2, 16, device=device))
+    for one, other in ((10, 12), (11, 14), (12, 16), (13, 18)):
+        attention.check_device()
+        if other == 18:
+            table[1, 4] = 1
+        lengths, new = (torch.tensor(each, device=device) for each in ([one, 0, other], [1, 0, 2]))
+        rows = torch.tensor([0, 0, 1], device=device)
+        attention.begin(ExternalStep(3, 3, 3, lengths, NewLengths(new), rows, 0, 2, 20))
+        attention.fill()
+    attention.fill()  # a page that is written in this very step may be reported by the row's next fill
+    with pytest.raises(DeviceFault, match=TAKEN):
+        attention.check_device()
 
 
 @each_page_size

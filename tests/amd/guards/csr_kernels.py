@@ -87,7 +87,13 @@ def csr_provider(name: str, min_kv_len: int) -> Provider:
     """Returns a provider of kernels that give padded sequences min_kv_len tokens of page 0."""
     rows = [
         KernelEntry(
-            f"{name}.{kind.value}", kind, TORCH.entries[0].limits, _bind, min_kv_len=min_kv_len, needs=frozenset(Need)
+            f"{name}.{kind.value}",
+            kind,
+            TORCH.entries[0].limits,
+            _bind,
+            min_kv_len=min_kv_len,
+            clears_pads=min_kv_len == 0,
+            needs=frozenset(Need),
         )
         for kind in StepKind
     ]

@@ -16,7 +16,7 @@ MAX_PAGES = 5
 CAPACITY = 9
 AFTER = 70  # elements of garbage after each output
 
-OF_TOKEN = ("seq_of_token", "row_of_token", "position_of_token", "slot_of_token")
+OF_TOKEN = ("seq_of_token", "row_of_token", "position_of_token", "last_key_of_token", "slot_of_token")
 REQUIRED = ("q_indptr", "last_token_of_seq", *OF_TOKEN)
 PAGE_LIST = ("page_indptr", "page_list", "last_page_len")
 GROUPS = ("group_indptr", "suffix_kv_len", "suffix_page")
@@ -186,6 +186,7 @@ def derived_by_hand(case: Case) -> dict[str, object]:
     seq_of_token: list[int] = []
     row_of_token: list[int] = []
     positions: list[int] = []
+    last_keys: list[int] = []
     slots: list[int] = []
     page_list: list[int] = []
     block_table: list[list[int]] = []
@@ -197,6 +198,7 @@ def derived_by_hand(case: Case) -> dict[str, object]:
             if len(positions) < case.num_tokens:
                 page = pages[kv_index // page_size] if kv_index >= 0 else 0
                 positions.append(max(kv_index, 0))
+                last_keys.append(max(kv_index, -1))
                 slots.append(page * page_size + max(kv_index, 0) % page_size)
                 lost |= page == 0
         seq_of_token += [seq] * new
@@ -220,6 +222,7 @@ def derived_by_hand(case: Case) -> dict[str, object]:
         "seq_of_token": (seq_of_token + [case.num_seqs_padded - 1] * of_no_sequence)[:room],
         "row_of_token": (row_of_token + [0] * of_no_sequence)[:room],
         "position_of_token": positions + after,
+        "last_key_of_token": last_keys + [-1] * len(after),
         "slot_of_token": slots + after,
         "page_indptr": page_indptr,
         "page_list": (page_list + [0] * case.list_len)[: case.list_len],

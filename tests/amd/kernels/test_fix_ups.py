@@ -32,7 +32,7 @@ def test_padded_tokens_are_cleared_and_no_others(
     before = memory.clone()
     lse = torch.randn(heads, 7, device=kernel_device).t()
     lse_before = lse.clone()
-    clear(ints([9, num_tokens, 1, 0], kernel_device), memory[..., :dim], lse if with_lse else None)
+    clear(ints([9, num_tokens, 1, 0], kernel_device), memory[..., :dim], lse if with_lse else None, None)
     assert torch.equal(memory[:num_tokens], before[:num_tokens])
     assert not memory[num_tokens:, :, :dim].any()
     assert bool(memory[num_tokens:, :, dim:].isnan().all())

@@ -223,4 +223,5 @@ def merge_sides(memory: Memory) -> None:
 def pads(memory: Memory) -> None:
     """Checks three heads of an odd dim; two tokens are real and three are not."""
     outputs = [gapped(5, 3, 24), torch.randn(3, 5).t()]
-    assert_same(memory, launch_clear_pads, clear_pads, ints([4, 2, 1, 0]), *outputs)
+    for row_of_token in (None, ints([1, 0, 3, 3, 0][: len(outputs[0])])):
+        assert_same(memory, launch_clear_pads, clear_pads, ints([4, 2, 1, 0]), *outputs, row_of_token)

@@ -77,6 +77,7 @@ def fill(memory: Memory) -> None:
             seq_of_token=garbage(num_tokens_padded),
             row_of_token=garbage(num_tokens_padded),
             position_of_token=garbage(num_tokens_padded),
+            last_key_of_token=garbage(num_tokens_padded),
             slot_of_token=garbage(num_tokens_padded),
             page_indptr=garbage(6),
             page_list=garbage(list_len),
@@ -90,6 +91,8 @@ def fill(memory: Memory) -> None:
         )
         lengths = {"page_size": PAGE_SIZE, "window_left": window_left, "chunk": chunk}
         assert_same(memory, launch_fill, twins.fill, step, **lengths)
+        pads = replace(step, pads=Pads(1), row_of_seq=ints([2, 0, 3, 3, 2]))  # the second sequence is one
+        assert_same(memory, launch_fill, twins.fill, pads, **lengths)
 
 
 def published() -> StepTensors:

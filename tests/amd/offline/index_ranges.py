@@ -67,7 +67,9 @@ LIMITS = (
     ),
     Limits(_LENGTHS, -1, MOST_TOKENS, "max_kv_len is at most 2^28 (request_table.py, external.py)"),
     Limits(_COUNTS, 0, MOST_TOKENS, "a step has at most 2^28 new tokens (step_batch.py), and tables no more columns"),
-    Limits("counts row_of_token schedule seq_of_token source", -1, MOST_TOKENS, "counts, and -1 for none"),
+    Limits(
+        "counts last_key_of_token row_of_token schedule seq_of_token source", -1, MOST_TOKENS, "counts, and -1 for none"
+    ),
     Limits("engine_row num_rows row_of_seq", 0, INT32_MAX - 1, "rows are int32 (request_table.py)"),
     Limits("row_of_seq", 0, 2**30 - 1, "two slots of each row are int32 (row_states.py)", "state_places"),
     Limits("num_pages table", -1, INT32_MAX, "slots of a pool are int32 (kv_pool.py)"),

@@ -460,8 +460,8 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     for null_page in (True, False):
         of_table = {"table": runtime.table.full.entries, "row_of_seq": seqs, "kv_len": seqs, "q_len": seqs}
         ops.zero_tails(StepTensors.of(seqs[:0], NO_PADS, TableTerms(null_page=null_page), **of_table), pages)
-    ops.clear_pads(counts, out, None)
-    ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
+    ops.clear_pads(counts, out, None, None)
+    ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads), torch.empty(16, dtype=torch.int32))
 
 
 def _launch_vectorised(row: Row) -> None:

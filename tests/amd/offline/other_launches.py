@@ -71,6 +71,7 @@ def launch_whole_fill(page_size: int) -> None:
         seq_of_token=of_seq,
         row_of_token=of_seq,
         position_of_token=of_seq,
+        last_key_of_token=of_seq,
         slot_of_token=of_seq,
         page_indptr=of_boundary,
         page_list=torch.empty(num_seqs * width, dtype=torch.int32),

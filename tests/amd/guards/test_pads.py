@@ -55,15 +55,15 @@ def test_padded_tokens_are_never_stored(provider: str, graphs: bool, device: tor
         assert page_zero_is_zero(serving) == (guards is ALL_ON)
         return serving.out[2:8]
 
-    assert not padded_rows(ALL_ON).any()
-    off = padded_rows(Guards().without("store_drops"))
-    # Kernels that read a token of page 0 for each pad meet the values that pads have stored there.
-    assert off.isnan().all() if provider == "csr_min_1" else not off.any()
+    # Where kernels read a token of page 0 for each pad, the values that pads have stored there are cleared.
+    for guards in (ALL_ON, Guards().without("store_drops")):
+        assert not padded_rows(guards).any()
 
 
 @both_ways
 def test_the_reserved_row_is_never_written(graphs: bool, device: torch.device) -> None:
-    def padded_rows(guards: Guards) -> tuple[torch.Tensor, torch.Tensor]:
+    def reserved_entry(guards: Guards) -> int:
+        """Returns the page that pads read after the host has written one into their row."""
         serving = World.one_layer(device, guards, graphs=graphs, provider="csr_min_1", pad_q=0.0)
         requests = serving.admit_all(2)
         serving.run(requests, [4, 3])
@@ -71,12 +71,11 @@ def test_the_reserved_row_is_never_written(graphs: bool, device: torch.device) -
         table.full.entries_host[0, 0] = table.pages_of(requests[0].row)[0]
         table.full.pending.cells.append(np.arange(1))
         serving.run(requests, [1, 1])
-        return serving.out[2:8], requests[0].v[0][0].repeat_interleave(3, 0)
+        assert not serving.out[2:8].any()
+        return int(table.full.entries[0, 0])
 
-    pads, _ = padded_rows(ALL_ON)
-    assert not pads.any()
-    pads, first_token = padded_rows(Guards().without("row_zero"))
-    torch.testing.assert_close(pads, first_token.expand_as(pads))
+    assert reserved_entry(ALL_ON) == 0
+    assert reserved_entry(Guards().without("row_zero")) > 0
 
 
 @both_ways

@@ -207,7 +207,7 @@ run_stage() {
     interpreter)
         TRITON_INTERPRET=1 spread -m "not nightly" tests/amd/kernels \
             tests/amd/runtime/test_{drafts,layer_kinds,storing_steps}.py \
-            tests/amd/external/test_calls.py tests/amd/integrations/test_{kv_transfer,flashinfer_program}.py
+            tests/amd/external/test_{calls,lost_sequences}.py tests/amd/integrations/test_{kv_transfer,flashinfer_program}.py
         ;;
     interpreter-long)
         TRITON_INTERPRET=1 spread -m nightly tests/amd/kernels

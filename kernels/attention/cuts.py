@@ -465,25 +465,28 @@ class ExtendCut:
         assert not (sharing.segment_len and sharing.alike_keys), "segments of a row are looked for by equal shares"
 
     @classmethod
-    def of(cls, tiles: ExtendTiles, *, gqa_ratio: int, min_q_len: int = 1, causal: bool = True) -> ExtendCut:
-        """The cut of a layer that is served with these tiles, of rows that are one program's each."""
+    def of(cls, tiles: ExtendTiles, *, gqa_ratio: int, causal: bool, min_q_len: int = 1) -> ExtendCut:
+        """The cut of a layer that is served with these tiles, of rows that are one program's each.
+
+        causal: of the scores; by a packed mask a token may see its whole sequence
+        """
         return cls(tiles.tokens_per_block(gqa_ratio), min_q_len, WHOLE_ROWS._replace(causal=causal))
 
     def shared_by(
-        self, tiles: ExtendTiles, *, compute_units: int, heads: tuple[int, int], causal: bool, window_left: int
+        self, tiles: ExtendTiles, *, compute_units: int, heads: tuple[int, int], window_left: int
     ) -> ExtendCut:
         """This cut, with the longest rows shared out among the programs that run at a time, if the tiles say so.
 
-        heads:               KV heads, and query heads that share one
-        causal, window_left: of the scores; by a packed mask a token may see its whole sequence
+        heads:       KV heads, and query heads that share one
+        window_left: of the scores
         """
         if not tiles.programs_per_cu:
-            return replace(self, sharing=self.sharing._replace(causal=causal))
+            return self
         num_kv_heads, gqa_ratio = heads
         sharing = RowSharing(
             programs=compute_units * tiles.programs_per_cu,
             rows=num_kv_heads // tiles.heads_per_row * tiles.head_blocks(gqa_ratio),
-            causal=causal,
+            causal=self.sharing.causal,
             window_left=window_left,
             rows_at_once=tiles.rows_at_once,
             row_keys=tiles.row_keys,

@@ -49,6 +49,6 @@ def latent_partials_words(cut: DecodeCut, *, num_heads: int, v_head_dim: int) ->
     return 2 * cut.programs * cut.tokens.OF_ROW * num_heads * (v_head_dim + 2)
 
 
-def latent_extend_cut(tiles: LatentTiles, *, num_heads: int, min_q_len: int = 1, causal: bool = True) -> ExtendCut:
+def latent_extend_cut(tiles: LatentTiles, *, num_heads: int, causal: bool, min_q_len: int = 1) -> ExtendCut:
     """The cut of sequences with min_q_len new tokens or more."""
     return ExtendCut(tiles.tokens_per_block(num_heads), min_q_len, WHOLE_ROWS._replace(causal=causal))

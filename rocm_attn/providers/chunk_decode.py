@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows, Queries
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -15,7 +14,7 @@ from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, Bind, BoundKernel, PoolSize, StepBounds, StoringKernel
-from rocm_attn.providers.schedules import Schedules
+from rocm_attn.providers.schedules import Schedules, whole_units
 from rocm_attn.providers.triton_later import triton_launches
 
 
@@ -27,7 +26,7 @@ class ChunkStarts:
     page_size: int
 
     def words(self, shape: PaddedShape) -> int:
-        return 2 * _room(shape)
+        return 2 * whole_units(shape.num_seqs)
 
     @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
@@ -43,13 +42,8 @@ class ChunkStarts:
 
     def queries(self, queries: Queries, bounds: StepBounds, words: Tensor) -> Queries:
         """The sequences without the chunks before their last ones."""
-        num_seqs, room = queries.num_seqs, _room(bounds.shape)
+        num_seqs, room = queries.num_seqs, whole_units(bounds.shape.num_seqs)
         return replace(queries, kv_len=words[:num_seqs], first_page=words[room : room + num_seqs])
-
-
-def _room(shape: PaddedShape) -> int:
-    # In whole 16-byte units: Triton compiles a kernel anew when a pointer's alignment changes.
-    return round_up(shape.num_seqs, 4)
 
 
 @dataclass(frozen=True, slots=True)

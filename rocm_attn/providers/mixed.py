@@ -9,12 +9,11 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.forked import ForkedStream
-from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.providers.contract import BoundKernel, StepBounds
-from rocm_attn.providers.schedules import Schedules
+from rocm_attn.providers.schedules import Schedules, whole_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +74,7 @@ class MixedAtOnce:
         )
 
     def _words_of_extend(self, shape: PaddedShape) -> int:
-        # Whole 16-byte units, because Triton compiles a kernel again when a pointer's alignment changes.
-        return round_up(self.in_turn.extend.workspace_words(shape), 4)
+        return whole_units(self.in_turn.extend.workspace_words(shape))
 
 
 def is_capturing(device: torch.device) -> bool:

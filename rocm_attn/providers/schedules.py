@@ -53,7 +53,7 @@ class RangeSchedule:
     visibility: Visibility
 
     def words(self, shape: PaddedShape) -> int:
-        return 2 * _whole_units(shape.num_tokens)
+        return 2 * whole_units(shape.num_tokens)
 
     @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
@@ -69,7 +69,7 @@ class RangeSchedule:
     def parts(self, words: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         """First keys and ends, int32 [T] each."""
         num_tokens = shape.num_tokens
-        return words[:num_tokens], words[_whole_units(num_tokens) :][:num_tokens]
+        return words[:num_tokens], words[whole_units(num_tokens) :][:num_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Schedules:
 
 
 def _room(part: Schedule, shape: PaddedShape) -> int:
-    return _whole_units(part.words(shape))
+    return whole_units(part.words(shape))
 
 
-def _whole_units(words: int) -> int:
-    # Of 16 bytes, because Triton compiles a kernel again when a pointer's alignment changes.
+def whole_units(words: int) -> int:
+    """The words of whole units of 16 bytes: Triton compiles a kernel again when a pointer's alignment changes."""
     return round_up(words, 4)

@@ -212,11 +212,10 @@ def extend_cut(problem: Problem, target: Target, tiles: ExtendTiles, *, causal: 
 
     causal: True if no token sees a later one
     """
-    return ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len).shared_by(
+    return ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio, causal=causal, min_q_len=min_q_len).shared_by(
         tiles,
         compute_units=target.compute_units,
         heads=(problem.num_kv_heads, problem.gqa_ratio),
-        causal=causal,
         window_left=problem.window_left,
     )
 

@@ -1,14 +1,13 @@
 """Features that an engine may ask for, and refusals: causality, masks, short KV, strides, tails, inference mode."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, Layer
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.adopted import CsrSource, TableSource
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind
 from rocm_attn.step.external_step import (
     ONE_EACH,
     BoolCells,
@@ -39,103 +38,10 @@ from rocm_attn.step.external_step import (
     OneEach,
 )
 from rocm_attn.step.head_weights import HeadWeights
-from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM
-from tests.amd.guards.csr_kernels import put_in_stand_ins
+from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, VLLM
+from tests.amd.external.filled import BOUNDS, PAGE, Cells, Filled, near, problem
 from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.runtime.interrupts import OutOfMemory, every_line
-
-PAGE = 16
-Cells = npt.NDArray[Any]
-BOUNDS = Bounds(num_seqs=8, num_tokens=64, kv_len=64, num_pages=20)
-
-
-def problem(**features: object) -> Problem:
-    given = {"num_q_heads": Q_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "v_head_dim": V_DIM, "scale": SCALE}
-    return Problem(**{**given, "dtype": torch.float32, "page_size": PAGE, **features})  # type: ignore[arg-type]
-
-
-def near(before: int, after: int, at: Cells, keys: Cells) -> Cells:
-    """Returns whether tokens at these places see keys: at most `before` of them before, and `after` of them after."""
-    return (keys >= at - before) & (keys <= at + after)
-
-
-class Filled:
-    """Four sequences of KV in existing pages, and a table of them of any type and stride."""
-
-    kv_len = (5, 33, 64, 1)
-
-    def __init__(self, device: torch.device, provider: str, *, options: object = None, **features: object) -> None:
-        self.device, self.random = device, np.random.default_rng(0)
-        pages = self.random.permutation(np.arange(1, BOUNDS.num_pages))
-        self.table = np.zeros((4, 4), np.int64)
-        self.k, self.v = (
-            torch.full((BOUNDS.num_pages, PAGE, KV_HEADS, dim), float("nan"), device=device) for dim in (DIM, V_DIM)
-        )
-        self.stored = []
-        first = itertools.count()
-        for seq, length in enumerate(self.kv_len):
-            k, v = self.rows(length, KV_HEADS, DIM), self.rows(length, KV_HEADS, V_DIM)
-            self.stored.append((k.double().cpu().numpy(), v.double().cpu().numpy()))
-            for page_no in range(-(-length // PAGE)):
-                page = self.table[seq, page_no] = pages[next(first)]
-                here = slice(page_no * PAGE, min((page_no + 1) * PAGE, length))
-                self.k[page, : here.stop - here.start] = k[here]
-                self.v[page, : here.stop - here.start] = v[here]
-        self.options = options if isinstance(options, ExternalOptions) else ExternalOptions(provider=provider)
-        self.problem = problem(**features)
-        self.source = TableSource(torch.from_numpy(self.table).to(device))
-        self.attention = self.build(self.source)
-
-    def build(self, source: TableSource | CsrSource) -> ExternalAttention:
-        made = ExternalAttention(
-            [LayerSource(self.problem)], {Space.FULL: source}, device=self.device, bounds=BOUNDS, options=self.options
-        )
-        made.pages.bind(0, self.k, self.v)
-        return made
-
-    def rows(self, *shape: int) -> Tensor:
-        return torch.from_numpy(self.random.standard_normal(shape)).float().to(self.device)
-
-    def attend(self, q_len: Sequence[int], step: ExternalStep, q: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.full((len(q), Q_HEADS, V_DIM), 7.0, device=self.device)
-        lse = torch.full((len(q), Q_HEADS), 7.0, device=self.device)
-        self.attention.begin(step)
-        self.attention.fill()
-        self.attention.layers.attend(0, q, out, lse)
-        return out, lse
-
-    def step(self, q_len: Sequence[int], kv_len: Sequence[int] | None = None, **others: object) -> ExternalStep:
-        kv = self.kv_len[: len(q_len)] if kv_len is None else kv_len
-        given = {"min_q_len": 0, "max_q_len": max(1, *q_len), "max_kv_len": 64, **others}
-        q = NewLengths(torch.tensor(list(q_len), device=self.device))
-        lengths = torch.tensor(list(kv), device=self.device)
-        return ExternalStep(len(q_len), len(q_len), sum(q_len), lengths, q, None, **given)  # type: ignore[arg-type]
-
-    def assert_right(
-        self,
-        q_len: Sequence[int],
-        found: tuple[Tensor, Tensor],
-        q: Tensor,
-        *,
-        causal: bool = True,
-        kv_len: Sequence[int] = kv_len,
-        shown: Sequence[Cells | None] = (None,) * 4,
-    ) -> None:
-        """shown: bool [new, tokens] per sequence: what new tokens see in place of what `causal` says"""
-        first = 0
-        for (k, v), new, length, seen in zip(self.stored, q_len, kv_len, shown, strict=False):
-            rows = q[first : first + new].double().cpu().numpy()
-            cells = None if seen is None else seen.astype(np.float64)
-            out, lse = attention(rows, k[:length], v[:length], Scores(SCALE, causal, shown=cells))
-            here = slice(first, first + new)
-            assert np.allclose(found[0][here].cpu(), out, atol=2e-5)
-            assert np.allclose(found[1][here].cpu(), lse * np.log(2), atol=2e-5)
-            first += new
-
-    def cells(self, q_len: Sequence[int], see: Callable[[Cells, Cells], Cells]) -> list[Cells]:
-        """Returns what each sequence's new tokens see. see: of their places [new, 1] and those of keys [tokens]"""
-        lengths = zip(q_len, self.kv_len, strict=True)
-        return [see(np.arange(length - new, length)[:, None], np.arange(length)) for new, length in lengths]
 
 
 @pytest.mark.fast(interpreted=0)
@@ -252,65 +158,6 @@ def test_a_mask_of_bytes_says_what_tokens_see(dtype: torch.dtype, device: torch.
 
 
 @pytest.mark.fast(interpreted=1)
-def test_cells_of_a_sequence_whose_page_does_not_exist_stay_its_own(device: torch.device, provider: str) -> None:
-    """It becomes padding without keys, and the sequences after it had its cells. A second fill changes nothing."""
-    filled = Filled(device, provider, custom_mask=True)
-    assert isinstance(filled.source.entries, Tensor)
-    filled.source.entries[1, 0] = -1
-    q_len, q = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM)
-    shown = filled.cells(q_len, lambda at, keys: filled.random.random((len(at), len(keys))) < 0.4)
-    cells = torch.from_numpy(np.concatenate([cell.reshape(-1) for cell in shown])).to(device)
-    found = filled.attend(q_len, filled.step(q_len, mask=BoolCells(cells, torch.zeros(10, device=device).long())), q)
-    shown[1] = np.zeros_like(shown[1])
-    filled.assert_right(q_len, found, q, shown=shown)
-    filled.attention.fill()
-    filled.attention.layers.attend(0, q, *found)
-    filled.assert_right(q_len, found, q, shown=shown)
-    with pytest.raises(DeviceFault, match="a page in the table"):
-        filled.attention.check_device()
-
-
-@pytest.mark.parametrize("null_page", [False, True])
-@pytest.mark.parametrize("has_lost", [False, True], ids=["no KV", "lost"])
-def test_a_pad_with_kv_for_its_kernels_stores_nothing_and_receives_zeros(
-    has_lost: bool, null_page: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels that need a key for each sequence read one of row 0. New rows of pads before others went there."""
-    put_in_stand_ins(monkeypatch.setattr)
-    filled, kv_len = Filled(device, "csr_min_1"), list(Filled.kv_len)
-    if has_lost:
-        filled.table[2, 1] = -1
-    else:
-        kv_len[2] = 0
-    source = TableSource(torch.from_numpy(filled.table).to(device, torch.int32), null_page=null_page)
-    filled.attention = attention = filled.build(source)
-    before = filled.k.nan_to_num()
-    step = ExternalStep.decode(torch.tensor(kv_len, device=device), num_seqs=4, max_kv_len=64)
-    out, lse = filled.attend([1] * 4, step, filled.rows(4, Q_HEADS, DIM))
-    assert not out[2].any()
-    assert (lse[2] == -torch.inf).all()
-    attention.layers.store(0, filled.rows(4, KV_HEADS, DIM), filled.rows(4, KV_HEADS, V_DIM))
-    written = (filled.k.nan_to_num() != before).any(3).any(2).nonzero()
-    own = [(length - 1, filled.table[seq, (length - 1) // PAGE]) for seq, length in enumerate(kv_len) if seq != 2]
-    assert sorted(written.tolist()) == sorted([page, place % PAGE] for place, page in own)
-
-
-@pytest.mark.fast(interpreted=1)
-def test_no_key_before_a_sequence_that_lost_its_pages_is_read(device: torch.device, provider: str) -> None:
-    """Its cells begin below key 0."""
-    filled = Filled(device, provider, custom_mask=True)
-    assert isinstance(filled.source.entries, Tensor)
-    filled.source.entries[2, 0] = -1
-    filled.v.fill_(float("nan"))
-    q_len, q = [3, 30, 25, 1], filled.rows(59, Q_HEADS, DIM)
-    num_cells = sum(new * length for new, length in zip(q_len, filled.kv_len, strict=True))
-    mask = BoolCells(torch.ones(num_cells, dtype=torch.bool, device=device), torch.zeros(59, device=device).long())
-    out, lse = filled.attend(q_len, filled.step(q_len, mask=mask), q)
-    assert not out[33:58].any()
-    assert (lse[33:58] == -torch.inf).all()
-
-
-@pytest.mark.fast(interpreted=1)
 def test_a_mask_of_bytes_counts_windows_from_its_own_positions(device: torch.device, provider: str) -> None:
     """In the first masked step too, after which the windows of an earlier one are in their places."""
     filled = Filled(device, provider, custom_mask=True, window_left=7)
@@ -370,25 +217,6 @@ def test_a_span_over_a_page_that_was_given_back_is_reported_if_it_passes_the_win
     shown[1] = np.zeros_like(shown[1]) if passes else filled.cells(q_len, partial(near, 5, 64))[1]
     filled.assert_right(q_len, found, q, shown=shown)
     with pytest.raises(DeviceFault, match="a page in the table") if passes else nullcontext():
-        filled.attention.check_device()
-
-
-@pytest.mark.fast(interpreted=1)
-@pytest.mark.parametrize("limits", [{}, {"window_left": 20}, {"chunk": 16}], ids=str)
-def test_a_prompt_over_a_page_that_does_not_exist_harms_no_other_sequence(
-    limits: dict[str, int], device: torch.device, provider: str
-) -> None:
-    """It becomes padding of 40 tokens: its places are all below 0, and others' rows were given to no program."""
-    filled = Filled(device, provider, **limits)
-    assert isinstance(filled.source.entries, Tensor)
-    filled.source.entries[2, 3] = BOUNDS.num_pages
-    q_len, q = [3, 20, 40, 1], filled.rows(64, Q_HEADS, DIM)
-    found = filled.attend(q_len, filled.step(q_len), q)
-    chunk, left = limits.get("chunk", 64), limits.get("window_left", 64)
-    shown = filled.cells(q_len, lambda at, keys: near(left, 0, at, keys) & (keys >= at - at % chunk))
-    shown[2] = np.zeros_like(shown[2])
-    filled.assert_right(q_len, found, q, shown=shown)
-    with pytest.raises(DeviceFault, match="a page in the table"):
         filled.attention.check_device()
 
 

@@ -616,12 +616,13 @@ def run_extend(
 
 def extend_cut(tensors: Tensors, tiles: ExtendTiles, sharing: RowSharing, *, min_q_len: int = 1) -> ExtendCut:
     """Returns the cut of a step's layer. sharing: rows, causality and window are replaced by those of the tensors"""
-    cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, min_q_len=min_q_len)
+    causal = tensors.scores.visibility.causal and not isinstance(tensors.mask, PackedMask)
+    cut = ExtendCut.of(tiles, gqa_ratio=tensors.gqa_ratio, causal=causal, min_q_len=min_q_len)
     if not sharing.programs:
         return cut
     of_layer = sharing._replace(
         rows=tensors.case.heads[1] // tiles.heads_per_row * tiles.head_blocks(tensors.gqa_ratio),
-        causal=tensors.scores.visibility.causal and not isinstance(tensors.mask, PackedMask),
+        causal=causal,
         window_left=tensors.case.window_left,
     )
     return replace(cut, sharing=of_layer)

@@ -54,7 +54,8 @@ def case_of(name: str, arch: str) -> Case:
 
 def cdna_extend_cut(tensors: Tensors) -> ExtendCut:
     """The cut of a step's layer."""
-    return ExtendCut.of(EXTEND_TILES, gqa_ratio=tensors.gqa_ratio, min_q_len=LEAST_Q_LEN)
+    causal = tensors.scores.visibility.causal
+    return ExtendCut.of(EXTEND_TILES, gqa_ratio=tensors.gqa_ratio, causal=causal, min_q_len=LEAST_Q_LEN)
 
 
 def run_cdna_extend(arch: str, tensors: Tensors) -> None:

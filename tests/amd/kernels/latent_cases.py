@@ -70,7 +70,8 @@ def run_latent_extend(
     case = tensors.case
     if tiles is None:
         tiles = latent_extend_tiles(tensors.arch, dims=case.dims, dtype=case.dtype, is_coded=case.kv is not None)
-    cut = latent_extend_cut(tiles, num_heads=case.heads[0], min_q_len=min_q_len)
+    causal = tensors.scores.visibility.causal
+    cut = latent_extend_cut(tiles, num_heads=case.heads[0], causal=causal, min_q_len=min_q_len)
     args = tensors.extend_args(cut, put=put)
     launch_latent_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
@@ -96,6 +97,7 @@ def run_latent_segment_extend(
     """Runs schedule and deterministic extend, with a schedule that is garbage before."""
     case = tensors.case
     tiles = tiles or latent_segment_tiles(tensors.arch, dims=case.dims, dtype=case.dtype)
-    cut = latent_extend_cut(tiles.block, num_heads=case.heads[0], min_q_len=min_q_len)
+    causal = tensors.scores.visibility.causal
+    cut = latent_extend_cut(tiles.block, num_heads=case.heads[0], causal=causal, min_q_len=min_q_len)
     args = tensors.extend_args(cut, put=put)
     launch_latent_segment_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)

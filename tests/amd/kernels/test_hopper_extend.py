@@ -3,7 +3,7 @@
 It needs that GPU.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -17,11 +17,10 @@ from triton import JITFunction
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, SHARE_WORDS, ExtendCut, RowSharing
+from rocm_attn.kernels.attention.cuts import SHARE_WORDS, RowSharing
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, launch_extend_schedule
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
-from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HEAD_DIMS, HopperTiles, hopper_segment_tiles, hopper_tiles
-from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HEAD_DIMS, hopper_segment_tiles, hopper_tiles
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.select import select
@@ -29,7 +28,6 @@ from rocm_attn.providers.triton_hopper import LIMITS, MIN_HEAD_DIM
 from rocm_attn.providers.triton_later import hopper_launches
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.kernels import segment_cases
 from tests.amd.kernels.attention_cases import (
     ALL_SHARED,
     UNTOUCHED,
@@ -43,7 +41,7 @@ from tests.amd.kernels.attention_cases import (
     run_extend_twin,
 )
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
-from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
+from tests.amd.kernels.hopper_cases import NONE_SHARED, RAGGED, RANGES, run_hopper, seventh_by_day
 from tests.amd.runtime.token_stories import Story, Teller
 from tests.amd.schedule_twins import extend_schedule
 from tests.amd.tolerances import assert_attention_close
@@ -52,49 +50,6 @@ from tests.amd.worlds.problems import small_problem
 pytestmark = OF_HOPPERS_KERNELS
 
 of_dims = pytest.mark.parametrize("dims", DIMS, ids=str)
-
-
-def seventh_by_day(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Parametrizes names; the other cases are the night's. Seven divides the length of no list of values here."""
-    params = [pytest.param(*case, marks=[pytest.mark.nightly] * (at % 7 > 0)) for at, case in enumerate(cases)]
-    return pytest.mark.parametrize(names, params)
-
-
-# A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
-RAGGED = Case(
-    kv_len=[260, 0, 40, 333, 1, 130, 12, 400],
-    q_len=[41, 0, 40, 2, 1, 1, 0, 33],
-    tail=3,
-    heads=(8, 2),
-    dims=(128, 128),
-    dtype=torch.bfloat16,
-)
-# No row is shared: the cost is too high.
-NONE_SHARED = ALL_SHARED._replace(split_keys=NEVER_SPLIT)
-
-
-def run_hopper(
-    tensors: Tensors, sharing: RowSharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None, launches: int = 1
-) -> ExtendCut:
-    """Runs schedule, extend and merge, with scratch memory that is NaN or garbage before.
-
-    min_q_len: 2 as in mixed steps; with 1, extend and merge are launched early
-    launches:  over one schedule
-    """
-    tiles = tiles or hopper_tiles(*tensors.case.dims, tensors.case.page_size, coded=tensors.case.kv is not None)
-    tiles = replace(tiles, extend=replace(tiles.extend, early=min_q_len == 1))
-    if tiles.segment_len:
-        sharing = sharing._replace(most_keys=tiles.most_keys)
-    cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
-    words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=tensors.case.dims[1])
-    if tiles.segment_len:
-        words = tiles.segment_words(programs=sharing.programs, v_head_dim=tensors.case.dims[1])
-    args = tensors.extend_args(cut, words)
-    for _ in range(launches):
-        if launches > 1:
-            tensors.out.fill_(UNTOUCHED)
-        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
-    return cut
 
 
 # Every page size of codes, then pages without boxes of eight keys, and a size that does not divide a tile.
@@ -190,20 +145,6 @@ SPANS: dict[str, Any] = {
     "q_len": [41, 0, 40, 2, 1, 1, 0, 533],
     "spans": ((0, 219, 250), (2, 0, 40), (3, 331, 333), (7, 370, 400), (7, 400, 401), (7, 401, 720)),
 }
-RANGES: list[dict[str, Any]] = [
-    {},
-    {"page_size": 2, "sinks": True},
-    {"window_left": 0, "page_size": 8},
-    {"window_left": 5, "spans_pass": True},
-    {"window_left": 100, "spans_pass": True, "page_size": 64, "sinks": True},
-    {"window_left": 300, "heads": (6, 2)},
-    {"window_right": UNLIMITED_WINDOW},
-    {"chunk": 16, "window_left": 15},
-    {"chunk": 128, "window_left": 127, "page_size": 1},
-    {"chunk": 200, "window_left": 199, "heads": (5, 1), "spans_pass": True},
-    {"chunk": 256, "window_left": 99, "soft_cap": 30.0, "dtype": torch.float16},
-    {"soft_cap": 50.0, "heads": (65, 1)},
-]
 CODED_RANGES: list[dict[str, Any]] = [
     {"kv": Encoding.E4M3FN, "scales": Scales.HEAD},
     {"kv": Encoding.E5M2, "scales": Scales.TOKEN, "chunk": 128, "window_left": 127},
@@ -455,107 +396,6 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dims: tuple[int,
         tensors.out.fill_(UNTOUCHED)
         graph.replay()
         assert_served(replace(tensors, reference=step.reference, reference_lse=step.reference_lse))
-
-
-def run_segments(tensors: Tensors, *, sharing: RowSharing = NONE_SHARED) -> ExtendCut:
-    """Runs the deterministic schedule, extend and merge."""
-    return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(tensors.case.dims[0], tensors.case.page_size))
-
-
-# Spans across borders of segments, and one that reaches two segments further than its first query block.
-SPANS_OF_SEGMENTS: dict[str, Any] = {
-    "kv_len": [2100, 70, 3000, 1025],
-    "q_len": [1500, 40, 33, 65],
-    "spans": ((0, 700, 2050), (0, 2050, 2080), (1, 31, 60), (2, 2967, 3000), (3, 1000, 1025)),
-}
-
-
-@seventh_by_day(
-    "more, dim", [(more, dim) for more in RANGES if "heads" not in more for dim in (*HEAD_DIMS, MIN_HEAD_DIM)]
-)
-def test_deterministic_extend_by_ranges_gives_the_bits_of_the_plain_kernel(
-    more: dict[str, Any], dim: int, device: torch.device
-) -> None:
-    tensors = build(replace(RAGGED, **SPANS_OF_SEGMENTS, **more, dims=(dim, dim)), device)
-    run_segments(tensors)
-    assert_served(tensors)
-    plain = replace(tensors, out=torch.full_like(tensors.out, UNTOUCHED), lse=torch.full_like(tensors.lse, UNTOUCHED))
-    tiles = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=tensors.case.dtype)
-    segment_cases.run_extend(plain, tiles=tiles.of_masked_steps())
-    assert torch.equal(plain.out, tensors.out)
-    assert torch.equal(plain.lse, tensors.lse)
-
-
-def last_of(tensors: Tensors, new: int) -> tuple[Tensors, Tensor]:
-    """Returns the last `new` tokens of each sequence as a separate chunk over the same pages, and their places."""
-    ends = tensors.q_indptr[1:].tolist()
-    at = torch.tensor([token for end in ends for token in range(end - new, end)], device=tensors.q.device)
-    chunk = replace(
-        tensors,
-        case=replace(tensors.case, q_len=[new] * len(ends), tail=0),
-        q=tensors.q[at].contiguous(),
-        q_len=torch.full_like(tensors.q_len, new),
-        q_indptr=torch.arange(len(ends) + 1, dtype=torch.int32, device=at.device) * new,
-        out=torch.full_like(tensors.out[at], UNTOUCHED),
-        lse=torch.full_like(tensors.lse[at], UNTOUCHED),
-        reference=tensors.reference[at],
-        reference_lse=tensors.reference_lse[at],
-    )
-    return chunk, at
-
-
-SEGMENTS = Case([2100, 1024, 70, 1025, 3000], [70, 33, 40, 65, 33], heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16)
-
-
-# Shares of several segments, of one, and of less than one: then most programs have none of a row.
-SHARED_SEGMENTS = [ALL_SHARED._replace(programs=programs) for programs in (16, 48, 132)]
-
-
-SEGMENT_SCORES: list[dict[str, Any]] = [
-    {},
-    {"dtype": torch.float16, "page_size": 64},
-    {"sinks": True, "page_size": 8},
-    {"page_size": 2},
-    {"window_left": 1500, "sinks": True},
-    {"heads": (6, 1), "tail": 5},
-    {"soft_cap": 30.0},
-    {"soft_cap": 61.0, "sinks": True, "dtype": torch.float16},
-    {"soft_cap": 1.5, "window_left": 1500},
-]
-
-
-@seventh_by_day("scores, dim", product(SEGMENT_SCORES, (*HEAD_DIMS, MIN_HEAD_DIM, 80, 144, 224)))
-def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decode(
-    scores: dict[str, Any], dim: int, device: torch.device
-) -> None:
-    tensors = build(replace(SEGMENTS, dims=(dim, dim), **scores), device)
-    run_segments(tensors)
-    assert_served(tensors)
-    for new in (1, 2, 31, 33):
-        chunk, at = last_of(tensors, new)
-        run_segments(chunk)
-        assert torch.equal(chunk.out, tensors.out[at])
-        assert torch.equal(chunk.lse, tensors.lse[at])
-    for sharing in SHARED_SEGMENTS:
-        shared = replace(
-            tensors, out=torch.full_like(tensors.out, UNTOUCHED), lse=torch.full_like(tensors.lse, UNTOUCHED)
-        )
-        cut = run_segments(shared, sharing=sharing)
-        words = extend_schedule(tensors.case.kv_len, tensors.case.q_len, cut, tensors.q.shape[0])
-        assert words[SHARE_CUT.value - SHARE_WORDS] > 0, "nothing is shared"
-        assert torch.equal(shared.out, tensors.out)
-        assert torch.equal(shared.lse, tensors.lse)
-    decoded = last_tokens(tensors)
-    tiles = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=tensors.case.dtype)
-    segment_cases.run_decode(decoded, num_programs=132, tiles=tiles)
-    assert_same_bits(decoded, tensors)
-    # The plain kernel's tiles of few rows also give these bits. They serve steps of a few drafts per sequence.
-    assert tiles.short
-    for short in tiles.of_short_steps(tensors.gqa_ratio):
-        chunk, at = last_of(tensors, 5)
-        segment_cases.run_extend(chunk, tiles=short)
-        assert torch.equal(chunk.out, tensors.out[at])
-        assert torch.equal(chunk.lse, tensors.lse[at])
 
 
 LAYERS = {

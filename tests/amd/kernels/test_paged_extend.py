@@ -393,7 +393,7 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
     kv_len = [new + draw.choice([0, 0, 1, draw.randrange(300)]) for new in q_len]
     tiles = ExtendTiles(query_rows=32, key_block=16, num_warps=4, num_stages=1)
     num_tokens = sum(q_len) + tail
-    cut = replace(ExtendCut.of(tiles, gqa_ratio=3, min_q_len=min_q_len), sharing=sharing)
+    cut = replace(ExtendCut.of(tiles, gqa_ratio=3, causal=True, min_q_len=min_q_len), sharing=sharing)
     schedule = torch.full((cut.words(num_tokens, num_seqs) + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
     launch_extend_schedule(queries_of(kv_len, q_len, num_tokens, kernel_device), schedule, cut)
     expected = extend_schedule(kv_len, q_len, cut, num_tokens)
@@ -427,7 +427,7 @@ def test_the_list_holds_any_split_of_the_padded_tokens() -> None:
         num_seqs, tail = draw.randrange(8), draw.choice([0, 1, 40])
         q_len = [draw.choice([0, 1, 4, 5, 17]) for _ in range(num_seqs)]
         num_tokens = sum(q_len) + tail
-        cut = ExtendCut.of(tiles, gqa_ratio=4)
+        cut = ExtendCut.of(tiles, gqa_ratio=4, causal=True)
         words = extend_schedule(q_len, q_len, cut, num_tokens)
         assert len(words) == cut.words(num_tokens, num_seqs)
         tokens = [

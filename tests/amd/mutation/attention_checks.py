@@ -194,7 +194,7 @@ def extend_schedule(memory: Memory) -> None:
     steps = (some, 0, True, -1), (some, 7, True, -1), (some, 7, True, 9), (some, 5, False, -1), (none, 0, True, -1)
     for (kv_len, q_len), programs, causal, window_left in steps:
         sharing = ALL_SHARED._replace(programs=programs, rows=2, causal=causal, window_left=window_left)
-        cut = replace(ExtendCut.of(EXTEND_TILES, gqa_ratio=3), sharing=sharing)
+        cut = replace(ExtendCut.of(EXTEND_TILES, gqa_ratio=3, causal=causal), sharing=sharing)
         schedule = memory.put(garbage(cut.words(num_tokens, len(kv_len))))
         launch_extend_schedule(placed(memory, queries_of(kv_len, q_len, num_tokens, CPU)), schedule, cut)
         assert schedule.tolist() == schedule_twins.extend_schedule(kv_len, q_len, cut, num_tokens)

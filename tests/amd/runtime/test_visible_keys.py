@@ -455,7 +455,7 @@ def test_no_range_begins_before_its_sequence() -> None:
     first, end = twins.visible_ranges(step, problem.visibility)
     assert first.tolist() == [0, 0, 0, 5]
     assert end.tolist() == [8, 8, 8, 9]
-    # Of fewer keys than new tokens: the first places are below 0.
+    # With fewer keys than new tokens the first places are below 0.
     short = step_tensors([0, 2], [3, 5], 0)
     twins.place_spans(torch.zeros(0, 3, dtype=torch.int32), short)
     first, end = twins.visible_ranges(short, replace(MASKED, chunk=8).visibility)

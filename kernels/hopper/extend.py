@@ -473,7 +473,7 @@ def _geometry(
         CAUSAL=scores.visibility.causal,
         WINDOWED=scores.visibility.windowed,
         RANGED=mask is not None,
-        OPEN_MIDDLE=scores.visibility.windowed and tiles.open_middle,
+        OPEN_MIDDLE=scores.visibility.windowed and 0 < tiles.open_middle <= scores.visibility.window_left + 1,
         CAPPED=scores.soft_cap > 0,
         BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,
         DRAWN_BLOCKS=tiles.drawn_blocks,

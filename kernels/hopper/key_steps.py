@@ -67,6 +67,19 @@ def is_visible(query, key, seen, G: gl.constexpr):
 
 
 @gluon.jit
+def is_masked(step, seen, G: gl.constexpr, MASKED: gl.constexpr):
+    """True if the keys of a step are masked. MASKED: whether the loop has masks
+
+    A loop over all steps of a window masks those alone that some row does not see whole.
+    """
+    masked = MASKED
+    if MASKED and G.WINDOWED and not G.OPEN_MIDDLE:
+        first_key = step * G.KEY_BLOCK
+        masked = (first_key < seen.inner_first) | (seen.inner_end - first_key < G.KEY_BLOCK)
+    return masked
+
+
+@gluon.jit
 def waited_for(products):
     """The accumulators of products that are in flight."""
     return (warpgroup_mma_wait(0, deps=products),) if len(products) == 1 else warpgroup_mma_wait(0, deps=products)
@@ -243,10 +256,10 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             scores = scores * gl.expand_dims(k_scale_value, 0)
         if G.CAPPED and not AT_ONCE:
             scores = capped_at_once(scores, by_row)
-        if MASKED:
+        masked = is_masked(step, seen, G, MASKED)
+        if masked:
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
-            visible = is_visible(query, key, seen, G)
-            scores = gl.where(visible, scores, float("-inf"))
+            scores = gl.where(is_visible(query, key, seen, G), scores, float("-inf"))
         decay = 1.0
         base = gl.zeros_like(maximum)
         if not G.BOUNDED:
@@ -273,7 +286,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
                 weights = weights * gl.expand_dims(v_scale_value, 0)
             weights = weights.to(v.tiles.dtype)
             if tile == 0:
-                if MASKED and G.CODE_TILES == 0 and not G.GATHERED:
+                if G.CODE_TILES == 0 and not G.GATHERED and masked:
                     wait_for_values(rings, n, 1, value_tiles(G), G)
                     zero_unseen(v, n, step, seen, G)
                 if not G.BOUNDED:

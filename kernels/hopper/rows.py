@@ -75,7 +75,8 @@ class HopperGeometry(NamedTuple):
     CAUSAL:    whether a row sees no key after its own, but for those of a range
     WINDOWED:  whether there is a window
     RANGED:    whether each token sees a range of keys of its own (visible_keys.py)
-    OPEN_MIDDLE: whether steps that all rows of a window see have a loop of their own, without masks
+    OPEN_MIDDLE: whether steps that all rows of a window see have a loop of their own, without masks; otherwise one loop
+               has all steps of a window, and masks those that some row does not see whole
     CAPPED:    whether scores have a cap
     BOUNDED:   whether the cap keeps exponentials within V's range: then there is no running maximum
     POWERS_BY_PRODUCTS: then, how many powers of four neighbouring scores are computed by products (powers.py)

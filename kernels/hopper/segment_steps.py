@@ -22,6 +22,7 @@ from rocm_attn.kernels.hopper.key_steps import (
     Progress,
     add_products,
     blocks_of,
+    is_masked,
     is_visible,
     scaled_by_rows,
     scores_of_step,
@@ -32,13 +33,12 @@ from rocm_attn.kernels.hopper.rows import parts_of
 
 
 @gluon.jit
-def _scored(scores, query, key, seen, G: gl.constexpr, MASKED: gl.constexpr):
+def _scored(scores, query, key, masked, seen, G: gl.constexpr):
     """Products of a block with a cap, and -inf for keys that a row does not see. key: [1, VALUE_BLOCK]"""
     if G.CAPPED:
         scores = capped_at_once(scores, query.product_scale)
-    if MASKED:
-        visible = is_visible(query, key, seen, G)
-        scores = gl.where(visible, scores, float("-inf"))
+    if masked:
+        scores = gl.where(is_visible(query, key, seen, G), scores, float("-inf"))
     return scores
 
 
@@ -65,13 +65,14 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
         gl.thread_barrier()
         mbarrier.arrive(rings.free.index(n % G.STAGES), count=1)
         wait_for_values(rings, n, 0, BLOCKS, G)
-        if MASKED and not G.GATHERED:
+        masked = is_masked(step, seen, G, MASKED)
+        if not G.GATHERED and masked:
             zero_unseen(v, n, step, seen, G)
         blocks = blocks_of(scores, G)
         scored, largest = (), ()
         for block in gl.static_range(BLOCKS):
             key = step * KEY_BLOCK + block * VALUE_BLOCK + lane
-            scored += (_scored(blocks[block], query, key, seen, G, MASKED),)  # type: ignore[assignment]
+            scored += (_scored(blocks[block], query, key, masked, seen, G),)  # type: ignore[assignment]
             if not G.BOUNDED:
                 # Lanes exchange the maxima of both blocks at once: a warp waits for each exchange.
                 largest += (gl.max(scored[block], 1) * scale,)  # type: ignore[assignment]

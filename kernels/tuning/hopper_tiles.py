@@ -29,20 +29,16 @@ class HopperTiles:
     drawn_blocks: whole rows are drawn as programs come to them, KV head by KV head within this many consecutive query
               blocks (hopper/draws.py); 0: they are dealt out
     v_dim_block: columns of the blocks that rows of V are cut into; 0: like those of K
-    open_middle: whether steps that all rows of a window or a chunk see have a loop of their own, without masks. 32 x 8
-              heads of 96, a window of 4096, 4096 new of 16k: 413 us, 742 without; of 192 724 and 952; 16 x 8 of 256
-              467 and 473, but 153 and 145 with a window of 1024. Deterministic, of 64 (64 x 8) 801 and 1607, of 256 624
-              and 572
+    open_middle: keys of a window or a chunk from which on steps that all rows see have a loop of their own, without
+              masks; 0: never. Otherwise one loop has all steps, and asks of each whether to mask it. 40 x 8 heads of
+              128, 4096 new, a window of 1024: one loop 170 us, three 194; 2048 new of 16k, chunks of 8192: 503 and 447;
+              4096 new of 16k, windows of 4096, 16 x 8 of 128 with a cap: 280 and 258; 64 x 8 of 64: 676 and 656; 32 x 8
+              of 96 406 and 421, of 192 739 and 782; 16 x 8 of 256 441 and 460
     powers_by_products: how many of four exponentials of scores with a cap are computed by products (hopper/powers.py)
     scales_seldom: whether warps with nothing to scale skip it. A row's maximum is then raised seldom (softmax.py), like
               always in deterministic attention, whose bits do not depend on tiles. llama8b 1 x 2048 new + 6144:
               350 us, 361 without; + 30720: 1448 and 1517. Heads of 80 (777 new of 5778) and of 256 (1 x 2048 + 6144)
               lose by it: 110 and 105, 367 and 354
-    least_window: keys of a window that are served, at least: for shorter ones the plain kernel is faster. 4096 new,
-              windows of 512 and 1024: 32 x 16 heads of 128 124 and 158 us, the plain kernel 114 and 199; 16 x 8 of 256
-              111 and 158, 122 and 196; 64 x 8 of 64 163 and 209, 163 and 275. Windows of 1024, 32 x 8 of 96: 140 and
-              160; of 192: 241 and 282. Deterministic, 64 x 8 of 64: 236 and 293, 32 x 8 of 96 189 and 181, 40 x 8 of
-              128 272 and 271, 16 x 8 of 256 209 and 306. If tokens see ranges, the plain kernel takes longer
     eights_by_products: or of eight, in one piece of assembly with their tanh; 0: the tanh of all come first
     """
 
@@ -58,11 +54,10 @@ class HopperTiles:
     left_in_workspace: bool = False
     powers_by_products: int = 0
     eights_by_products: int = 0
-    open_middle: bool = False
+    open_middle: int = 0
     scales_seldom: bool = False
     drawn_blocks: int = 0
     v_dim_block: int = 0
-    least_window: int = 2048
 
     def __post_init__(self) -> None:
         """Raises ValueError for fields that exclude each other: a file may hold any."""
@@ -138,11 +133,6 @@ _GATHERED_TILES = {**_EXTEND_TILES, **_by_dims("gathered")}
 _CODED_TILES = _by_dims("codes")
 # In deterministic attention; segments and key blocks are those of decode (segment.json).
 _SEGMENT_TILES = _by_dims("segment")
-
-# The shortest windows that any heads are served with, and those of deterministic attention.
-LEAST_WINDOW, LEAST_SEGMENT_WINDOW = (
-    min(tiles.least_window for tiles in table.values()) for table in (_EXTEND_TILES, _SEGMENT_TILES)
-)
 
 DIMS = tuple(_EXTEND_TILES)
 HEAD_DIMS = tuple(dim for dim, v_head_dim in DIMS if dim == v_head_dim)

@@ -209,7 +209,7 @@ def _wrong_numbers(tiles: Tiles) -> list[str]:
         ("row_end", "drawn_blocks"): _numbers(0, 64),
         ("waves_per_eu", "value_tiles", "eights_by_products"): _numbers(0, 8),
         ("max_registers",): ((0, *range(16, 256)), "0 or 16 to 255"),
-        ("row_keys", "split_keys", "alike_keys", "least_window"): _numbers(0, 1 << 16),
+        ("row_keys", "split_keys", "alike_keys", "open_middle"): _numbers(0, 1 << 16),
         ("registers", "score_registers", "loader_registers"): registers,
         ("decoder_registers",): ((0, *registers[0]), f"0 or {registers[1]}"),
         ("code_tiles",): ((0, *range(2, 9)), "0 or 2 to 8"),

@@ -135,7 +135,7 @@ def extend_values(tiles: HopperTiles, problem: Problem, shared: int) -> Iterator
         yield "powers_by_products", (0, 1, 2, 3)
         yield "eights_by_products", (0, 5, 6, 7)
     if problem.window_left != UNLIMITED_WINDOW:
-        yield "open_middle", (False, True)
+        yield "open_middle", (0, problem.window_left + 1)
     yield "dim_block", _dim_blocks(problem.head_dim)
     if problem.v_head_dim != problem.head_dim:
         yield "v_dim_block", (0, *(block for block in (64, 128, 256) if block <= padded_dim(problem.v_head_dim)))

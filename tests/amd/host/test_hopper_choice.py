@@ -17,7 +17,7 @@ from rocm_attn.kernels.attention.extend_schedule import COUNTER
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
-from rocm_attn.kernels.tuning.hopper_tiles import hopper_segment_tiles, hopper_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles, hopper_tiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
@@ -217,9 +217,11 @@ def test_rows_are_drawn_only_where_their_count_is_set_back() -> None:
 
 
 def launched_over(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensors, tuple[Any, ...]]:
-    """Returns the step of a case, and its launch: grid and arguments."""
+    """Returns the step of a case, and its launch: grid, arguments and options."""
     launched: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(extend, "launch", lambda kernel, grid, *args, **options: launched.append((grid, *args)))
+    monkeypatch.setattr(
+        extend, "launch", lambda kernel, grid, *args, **options: launched.append((grid, *args, options))
+    )
     monkeypatch.setattr(extend, "launch_extend_merge", lambda *args, **options: None)
     tensors = build(case, torch.device("cpu"))
     encoding = KVEncoding.LIKE_Q if case.kv is None else KVEncoding.E4M3FN
@@ -356,7 +358,7 @@ def test_a_step_of_new_prompts_is_planned_for_their_kernel_and_others_are_not() 
 
 
 @pytest.mark.parametrize(
-    ("arch", "window_left", "shares"), [("sm_90", 511, False), ("sm_90", 512, True), ("gfx942", 127, True)]
+    ("arch", "window_left", "shares"), [("sm_90", 510, False), ("sm_90", 512, True), ("gfx942", 127, True)]
 )
 @pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
 def test_rows_of_short_windows_are_not_shared_out(arch: str, window_left: int, shares: bool, kind: StepKind) -> None:
@@ -367,19 +369,24 @@ def test_rows_of_short_windows_are_not_shared_out(arch: str, window_left: int, s
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    ("dim", "least", "least_of_segments"),
-    [(64, 1024, 1024), (96, 1024, 2048), (128, 1024, 2048), (192, 1024, 1024), (256, 1024, 1024)],
-)
-def test_shorter_windows_than_a_heads_tiles_serve_are_the_plain_kernels(
-    dim: int, least: int, least_of_segments: int, deterministic: bool
-) -> None:
-    problem, least = replace(LAYER, head_dim=dim, v_head_dim=dim), least_of_segments if deterministic else least
-    layers = [replace(problem, window_left=keys - 1) for keys in (least - 1, least)]
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_windows_shorter_than_the_least_are_the_plain_kernels(dim: int, deterministic: bool) -> None:
+    problem = replace(LAYER, head_dim=dim, v_head_dim=dim)
+    layers = [replace(problem, window_left=keys - 1) for keys in (511, 512)]
     target = on(TRITONS[0])
     names = [chosen(each, target, deterministic=deterministic).kernel(StepKind.EXTEND).entry.name for each in layers]
     kind = "segment_extend" if deterministic else "extend"
     assert names == [f"triton.{kind}", f"triton.hopper_{kind}"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "window_left", "is_open"), [(128, 4094, False), (128, 4095, True), (128, -1, False), (256, 8191, False)]
+)
+def test_long_windows_of_some_heads_have_a_loop_without_masks(
+    dim: int, window_left: int, is_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, launched = launched_over(Case(**CHUNK, dims=(dim, dim), window_left=window_left), monkeypatch)
+    assert launched[-1]["G"].OPEN_MIDDLE is is_open
 
 
 def test_sequences_with_cells_and_without_have_a_kernel_each_in_masked_steps_of_many_tokens() -> None:

@@ -63,6 +63,11 @@ def run_hopper(
     return cut
 
 
+def with_each_loop(tiles: HopperTiles, case: Case) -> list[HopperTiles]:
+    """Returns tiles with one loop over all steps of a window, and with one for those that all rows see."""
+    return [replace(tiles, open_middle=least) for least in (0, 1)] if case.window_left >= 0 else [tiles]
+
+
 RANGES: list[dict[str, Any]] = [
     {},
     {"page_size": 2, "sinks": True},

@@ -41,7 +41,7 @@ from tests.amd.kernels.attention_cases import (
     run_extend_twin,
 )
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
-from tests.amd.kernels.hopper_cases import NONE_SHARED, RAGGED, RANGES, run_hopper, seventh_by_day
+from tests.amd.kernels.hopper_cases import NONE_SHARED, RAGGED, RANGES, run_hopper, seventh_by_day, with_each_loop
 from tests.amd.runtime.token_stories import Story, Teller
 from tests.amd.schedule_twins import extend_schedule
 from tests.amd.tolerances import assert_attention_close
@@ -133,9 +133,11 @@ CASES: list[dict[str, Any]] = [
 @seventh_by_day("more", [(case,) for case in CASES])
 def test_extend_equals_the_reference(more: dict[str, Any], device: torch.device) -> None:
     """This includes the padded tail: output 0 and LSE -inf; and NaN in codes and scales that no token sees."""
-    for sharing in (ALL_SHARED, NONE_SHARED):
-        tensors = build(replace(RAGGED, **more), device)
-        run_hopper(tensors, sharing)
+    case = replace(RAGGED, **more)
+    own = hopper_tiles(*case.dims, case.page_size, coded=case.kv is not None)
+    for sharing, tiles in product((ALL_SHARED, NONE_SHARED), with_each_loop(own, case)):
+        tensors = build(case, device)
+        run_hopper(tensors, sharing, tiles=tiles)
         assert_served(tensors)
 
 
@@ -153,10 +155,11 @@ CODED_RANGES: list[dict[str, Any]] = [
 
 @seventh_by_day("more", [({**SPANS, "dims": dims, **more},) for dims in DIMS for more in (*RANGES, *CODED_RANGES)])
 def test_tokens_that_each_see_a_range_equal_the_reference(more: dict[str, Any], device: torch.device) -> None:
-    for sharing in (ALL_SHARED, NONE_SHARED):
-        tensors = build(replace(RAGGED, **more), device)
-        tiles = hopper_tiles(*tensors.case.dims, tensors.case.page_size, coded=tensors.case.kv is not None)
-        run_hopper(tensors, sharing, tiles=replace(tiles, drawn_blocks=0))
+    case = replace(RAGGED, **more)
+    own = replace(hopper_tiles(*case.dims, case.page_size, coded=case.kv is not None), drawn_blocks=0)
+    for sharing, tiles in product((ALL_SHARED, NONE_SHARED), with_each_loop(own, case)):
+        tensors = build(case, device)
+        run_hopper(tensors, sharing, tiles=tiles)
         assert_served(tensors)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from rocm_attn.kernels.tuning.tiles import ExtendTileChoice, ExtendTiles
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.by_tokens import ANY_TOKENS, KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.contract import BoundKernel, Limits
 
@@ -53,8 +53,13 @@ _PROMPTS = {
     128: _Prompts(512, blocks_per_cu=4),
     192: _Prompts(512),
 }
-# Shorter windows were not measured.
-_LEAST_WINDOW = 2048
+# Mean new tokens of a step with windows, at most: the loop over keys at a window's edge takes whole rows longer. With
+# windows of 512, here and in extend steps, 64 x 8 heads of 64, 1 x 128: 5.5 and 10.0; 8 x 200: 23 and 34; 1 x 512: 21
+# and 18; 4 x 512: 45 and 47; 32 x 8 of 96: 5.7 and 10.9; 19 and 32; 18 and 16; 33 and 41; 32 x 16 of 128: 6.4 and 11.2;
+# 28 and 29; 19 and 17; 39 and 37.
+_MOST_WITH_WINDOW = 256
+# Shorter windows were not measured. Of 128, 64 x 64: 38 and 42, 30 and 30, 39 and 39.
+_LEAST_WINDOW = 128
 
 
 def limits_of_prompts(those: Limits) -> Limits:
@@ -72,7 +77,7 @@ def limits_of_prompts(those: Limits) -> Limits:
         v_head_dim=head_dim,
         dims_alike=True,
         max_gqa_ratio=32,
-        least_window=_LEAST_WINDOW,
+        least_window=max(_LEAST_WINDOW, those.least_window),
         soft_cap=False,
         alibi=False,
         non_causal=False,
@@ -95,6 +100,7 @@ def bind_prompts(
     extend: serves any step
     """
     prompts = next(prompts for max_head_dim, prompts in _PROMPTS.items() if problem.head_dim <= max_head_dim)
+    most = prompts.most if problem.window_left == UNLIMITED_WINDOW else min(prompts.most, _MOST_WITH_WINDOW)
     *fewer, last = (row for row in rows if row.max_rows <= _FEW_ROWS)
     few = whole(replace(last.tiles, dim_block=last.tiles.dim_block or prompts.dim_block))
     max_tokens = min(prompts.blocks_per_cu * target.compute_units * _FEW_ROWS // problem.num_q_heads, ANY_TOKENS)
@@ -102,9 +108,9 @@ def bind_prompts(
         *(SizedKernel(ServedSteps(row.max_rows // problem.gqa_ratio), whole(row.tiles)) for row in fewer),
         # If no sequence has more rows, larger blocks would be half empty.
         SizedKernel(ServedSteps(last.max_rows // problem.gqa_ratio), few),
-        SizedKernel(ServedSteps(prompts.most, max_tokens=max_tokens), few),
+        SizedKernel(ServedSteps(most, max_tokens=max_tokens), few),
     ]
     if max_tokens < ANY_TOKENS:
-        short.append(SizedKernel(ServedSteps(prompts.most), whole(rows[-1].tiles)))
+        short.append(SizedKernel(ServedSteps(most), whole(rows[-1].tiles)))
     longer, other = (extend.short, extend.other) if isinstance(extend, KernelByTokens) else ((), extend)
-    return KernelByTokens((*short, *(sized for sized in longer if sized.steps.max_q_len > prompts.most)), other)
+    return KernelByTokens((*short, *(sized for sized in longer if sized.steps.max_q_len > most)), other)

@@ -319,6 +319,7 @@ def of_dim(dim: int, **more: Any) -> dict[str, Any]:
         (of_dim(72, page_size=2), 512),
         (of_dim(96, num_kv_heads=32), 512),
         (of_dim(192, num_kv_heads=1), 512),
+        ({"window_left": 511}, 256),
     ],
     ids=str,
 )
@@ -341,10 +342,16 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
     assert bounds == sorted(bounds)
 
 
-def test_other_prefills_are_extend_steps() -> None:
-    selection = chosen(replace(LAYER, logits_soft_cap=30.0), on(TRITONS[0]))
+@pytest.mark.parametrize("more", [{"logits_soft_cap": 30.0}, {"window_left": 126}], ids=str)
+def test_other_prefills_are_extend_steps(more: dict[str, Any]) -> None:
+    selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
     assert StepKind.PREFILL not in selection.kernels
     assert selection.kernel(StepKind.PREFILL) is selection.kernel(StepKind.EXTEND)
+
+
+def test_short_prefills_with_short_windows_are_served_by_whole_rows() -> None:
+    selection = chosen(replace(LAYER, window_left=127), on(TRITONS[0]))
+    assert selection.kernel(StepKind.PREFILL).entry.name == "triton.prefill"
 
 
 def test_a_step_of_new_prompts_is_planned_for_their_kernel_and_others_are_not() -> None:

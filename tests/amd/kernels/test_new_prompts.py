@@ -83,3 +83,26 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
     teller.serve([(long, 200)])
     assert launch.call_count == 2 * is_hoppers
     teller.check_told(long)
+
+
+@pytest.mark.parametrize("window_left", [127, 600])
+def test_prompts_of_layers_with_windows_equal_the_reference(window_left: int, device: torch.device) -> None:
+    """Prompts of few tokens, and of more than the window has keys."""
+    problem = small_problem(16, torch.bfloat16, head_dim=64, v_head_dim=64, window_left=window_left)
+    assert StepKind.PREFILL in select(problem, detect_target(device), "triton").kernels
+    teller = Teller.of(
+        device,
+        "triton",
+        problem,
+        deterministic=False,
+        max_kv_len=1024,
+        max_tokens=2048,
+        num_pages=2000,
+        capture_tokens=(1,),
+    )
+    for q_len in ([3], [64], [2, 41, 200], [500, 100, 1000]):
+        reported = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(len(q_len))]
+        teller.serve(list(zip(reported, q_len, strict=True)))
+        for each in reported:
+            teller.check_told(each)
+            teller.free(each)

@@ -54,6 +54,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import attend_segments
 from rocm_attn.kernels.attention.softmax import LOG2_E
 from rocm_attn.kernels.attention.visible_keys import PackedMask, VisibleKeys, key_arguments
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
@@ -192,8 +193,7 @@ def _attend_blocks(words, counted_end, done, take, query, kv, seen, edge_block, 
     PER_BLOCK: tl.constexpr = K.KEY_BLOCK // K.EDGE_BLOCK
     edge = KeyRange(edge_block * PER_BLOCK, tl.minimum(end_block * PER_BLOCK, tl.cdiv(end_key, K.EDGE_BLOCK)))
     softmax = nothing_seen(G.QUERY_ROWS, K)
-    # With a window all blocks are masked: a loop of its own for the blocks between the edges spills. In a chunk, whose
-    # rows begin at one key, there is one edge.
+    # With a window all blocks are masked: a loop of its own for the blocks between the edges spills.
     if not K.WINDOWED or (seen.rows is not None and seen.words is None):
         softmax = attend_key_blocks(softmax, query, kv, seen, open_blocks, K, False, G.STAGES)
     softmax = attend_key_blocks(softmax, query, kv, seen, edge, K, True, G.EDGE_STAGES)
@@ -434,9 +434,14 @@ def block_geometry(
     assert num_kv_heads % at_once == 0
     assert at_once == 1 or (head_blocks == 1 and not tiles.dim_block and args.pages.k_scale is None)
     # In a masked step a token may see keys after its own, by cells or by a span.
-    causal, sharing = scores.visibility.causal and not isinstance(mask, PackedMask), cut.sharing
+    visibility, sharing = scores.visibility, cut.sharing
+    causal = visibility.causal and not isinstance(mask, PackedMask)
     if sharing.programs:
-        cut.check_layer(num_kv_heads // at_once * head_blocks, causal=causal, window_left=scores.visibility.window_left)
+        cut.check_layer(num_kv_heads // at_once * head_blocks, causal=causal, window_left=visibility.window_left)
+    # With a window all blocks are masked; in a chunk, whose rows begin at one key, only the last ones. With scales of
+    # tokens up to 80 SGPRs spill on AMD if loads of two blocks are in flight.
+    by_token = args.pages.coding.SCALES == TOKEN_SCALES
+    masks_all = visibility.windowed and not visibility.chunk and not by_token
     return BlockGeometry(
         keys=key_geometry(args, scores, tiles=tiles, causal=causal, exact=exact),
         KV_HEADS=num_kv_heads // at_once,
@@ -449,5 +454,5 @@ def block_geometry(
         WHOLE_ROWS=True,
         SEGMENT_LEN=0,
         STAGES=tiles.num_stages,
-        EDGE_STAGES=tiles.diagonal_stages,
+        EDGE_STAGES=tiles.num_stages if masks_all else tiles.diagonal_stages,
     )

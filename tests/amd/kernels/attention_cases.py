@@ -269,7 +269,9 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     pages_of_seq = [-(-length // page_size) for length in case.kv_len]
     num_pages = sum(pages_of_seq) + 4
     num_tokens = sum(case.q_len) + case.tail
-    scores = Scores(head_dim**-0.5 * case.steep, Visibility(case.window_left, case.window_right), case.soft_cap)
+    scores = Scores(
+        head_dim**-0.5 * case.steep, Visibility(case.window_left, case.window_right, case.chunk), case.soft_cap
+    )
     sinks = torch.randn(num_q_heads, generator=generator) * 2 if case.sinks else None
     slopes = torch.rand(num_q_heads, generator=generator) if case.slopes else None
 

@@ -390,7 +390,8 @@ def _width(is_large: bool) -> str:
 def _named(case: Case) -> str:
     heads, dims = ("x".join(map(str, pair)) for pair in (case.heads, case.dims))
     kv = "" if case.kv is None else f"-{case.kv.name}_{case.scales.name}"
-    return f"{heads}-{dims}-{str(case.dtype).removeprefix('torch.')}{kv}-page{case.page_size}"
+    window = "-window" * (case.window_left >= 0)
+    return f"{heads}-{dims}-{str(case.dtype).removeprefix('torch.')}{kv}-page{case.page_size}{window}"
 
 
 # Decode, extend and the store run by day on both archs. Each other case runs on one, by turns: the machine code of the
@@ -408,6 +409,8 @@ ON_BOTH = frozenset(
 WHOLE = replace(STEP, dtype=BF16)
 PAGES_OF_64 = replace(STEP, heads=(16, 2), dims=(64, 64), page_size=64, dtype=BF16)
 ODD = replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True)
+# Several blocks of keys, all of them masked.
+WINDOW = replace(WHOLE, kv_len=[150, 20, 17, 0, 0, 230, 35, 12], q_len=[5, 9, 17, 0, 1, 40, 2, 0], window_left=120)
 RANGES = [
     replace(WHOLE, kv_len=[60, 20], q_len=[5, 20], spans=((0, 55, 58), (1, 3, 18))),
     replace(ODD, kv_len=[60, 20], q_len=[5, 20], chunk=16, window_left=15, spans=((1, 8, 18),), spans_pass=True),
@@ -446,7 +449,7 @@ def cases_by_day(arch: str) -> list[KernelCase]:
         "row_work-latent-above": partial(run_row_work, PoolKind.LATENT, is_large=True),
     }
     return [
-        *_step_cases(arch, [WHOLE, replace(CODED, kv=own), ODD], (False,)),
+        *_step_cases(arch, [WHOLE, replace(CODED, kv=own), ODD, WINDOW], (False,)),
         *_step_cases(arch, [PAGES_OF_64], (True,)),
         *_cases(arch, runs),
         *segment_cases(arch),

@@ -11,6 +11,8 @@ they are stored into LDS. The features of an arch and of heads are values (cdna_
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton.language as tl
 from triton.experimental import gluon
@@ -21,7 +23,7 @@ from triton.experimental.gluon.language.amd.cdna3 import buffer_load, mfma
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import PagePointers
+from rocm_attn.kernels.attention.bundles import KeyRange, PagePointers
 from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
@@ -32,7 +34,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
 )
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.attention.softmax import LN_2
+from rocm_attn.kernels.attention.softmax import LN_2, in_range
 from rocm_attn.kernels.cache.codes import is_coded
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.cdna.codes import numbers_of
@@ -65,6 +67,13 @@ from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES, EXTEND_UNITS, exte
 
 # Products stay in VGPRs: copies to and from AGPRs would take issue slots of the vector unit.
 _NO_AGPRS = (("amdgpu-agpr-alloc", "0,0"),)
+
+
+class SeenKeys(NamedTuple):
+    """The keys that some row of a block sees, a KeyRange, and how many a row sees before its own."""
+
+    keys: Any
+    window_left: Any
 
 
 @gluon.jit
@@ -199,8 +208,8 @@ def _to_maximum(acc, total, part, old, new, G: gl.constexpr):
 
 
 @gluon.jit
-def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G: gl.constexpr):
-    """Adds blocks [0, num) that every row sees, or all but the last of them; returns the number of them too.
+def _whole_blocks(query, k, v, line, begin, num, scale, ks, vs, acc, maximum, total, G: gl.constexpr):
+    """Adds blocks [begin, begin + num) that every row sees, or all but the last of them; returns their end too.
 
     While a block's values are read, the next one's keys are in registers, and those of the one after it go into LDS; so
     do values, one block later. Loads past the registers begin a block earlier and have two places in LDS each.
@@ -217,42 +226,42 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
     PARTS: gl.constexpr = len(ks)
     V_PARTS: gl.constexpr = len(vs)
     DTYPE: gl.constexpr = query[0].dtype
-    last = num - 1
-    first = _pages(line, 0, G)
+    last = begin + num - 1
+    first = _pages(line, begin, G)
     pages = (
-        _pages(line, gl.minimum(1, last), G),
-        _pages(line, gl.minimum(2, last), G),
-        _pages(line, gl.minimum(3, last), G),
+        _pages(line, gl.minimum(begin + 1, last), G),
+        _pages(line, gl.minimum(begin + 2, last), G),
+        _pages(line, gl.minimum(begin + 3, last), G),
     )
     if INTO_LDS:
-        _copy(ks, 0, k, first, 0, G)
-        _copy(vs, 0, v, first, 0, G)
-        _copy(ks, 1, k, pages[0], 1, G)
+        _copy(ks, 0, k, first, begin, G)
+        _copy(vs, 0, v, first, begin, G)
+        _copy(ks, 1, k, pages[0], begin + 1, G)
         async_copy.wait_group(2)
     else:
-        _store(ks, _loaded(PARTS, k, first, 0, G), G)
-        next_values = _loaded(V_PARTS, v, first, 0, G)
+        _store(ks, _loaded(PARTS, k, first, begin, G), G)
+        next_values = _loaded(V_PARTS, v, first, begin, G)
         if not LATE_VALUES:
             _store(vs, next_values, G)
-        next_keys = _loaded(PARTS, k, pages[0], 1, G)
+        next_keys = _loaded(PARTS, k, pages[0], begin + 1, G)
         gl.barrier()
     acc, done, raw, maximum, total = _first_block(query, ks, vs, acc, maximum, total, scale, G)
     gl.barrier()
     if INTO_LDS:
-        _copy(ks, 0, k, pages[1], 2, G)
+        _copy(ks, 0, k, pages[1], begin + 2, G)
         async_copy.wait_group(1)
         keys = _keys(ks, 1, 0, OF_ROUND, G)
-        _copy(vs, 1, v, pages[0], 1, G)
+        _copy(vs, 1, v, pages[0], begin + 1, G)
     else:
         _store(ks, next_keys, G)
         if not LATE_VALUES:
-            next_keys = _loaded(PARTS, k, pages[1], 2, G)
+            next_keys = _loaded(PARTS, k, pages[1], begin + 2, G)
         gl.barrier()
         keys = _keys(ks, 0, 0, OF_ROUND, G)
-    pairs = last // 2
+    pairs = (num - 1) // 2
     for pair in tl.range(0, pairs):
         for i in gl.static_range(2):
-            block = pair * 2 + i
+            block = begin + pair * 2 + i
             zeros = gl.zeros([ROWS, 32], gl.float32, layout=product(G))
             tiles = (zeros, zeros)
             r = registers(raw[0])
@@ -311,15 +320,15 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
     elif LATE_VALUES:
         _store(vs, next_values, G)
         gl.barrier()
-    return _times_values(acc, weights, _values(vs, 0, G), G), maximum, total, 2 * pairs + 1
+    return _times_values(acc, weights, _values(vs, 0, G), G), maximum, total, begin + 2 * pairs + 1
 
 
 @gluon.jit
-def _masked_block(query, k, v, line, block, end_key, last_key, scale, ks, vs, acc, maximum, total, G: gl.constexpr):
-    """Adds one block, of whose keys a row sees those up to last_key, and none from end_key on."""
+def _masked_block(query, k, v, line, block, seen, last_key, scale, ks, vs, acc, maximum, total, G: gl.constexpr):
+    """Adds one block. A row sees keys up to last_key, and with a window some before it; seen: all that some row sees"""
     P: gl.constexpr = product(G)
     key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, rows_in(G)))
-    live = key < end_key
+    live = in_range(key, seen.keys.first, seen.keys.end) if G.WINDOWED else key < seen.keys.end
     pages = gl.load(line + key // G.PAGE_SIZE, mask=live, other=0)
     k_rows = _loaded(len(ks), k, pages, block, G)
     # Scores of keys that are not seen are replaced; a weight of zero times a value that is NaN would be NaN.
@@ -333,8 +342,12 @@ def _masked_block(query, k, v, line, block, end_key, last_key, scale, ks, vs, ac
     gl.barrier()
     key = block * KEYS + gl.arange(0, 32, layout=gl.SliceLayout(0, P))
     tiles = _scores(query, ks, G)
-    low = gl.where(key[None, :] <= last_key[:, None], tiles[0], float("-inf"))
-    high = gl.where(key[None, :] + 32 <= last_key[:, None], tiles[1], float("-inf"))
+    before = last_key[:, None] - key[None, :]
+    if G.WINDOWED:
+        is_low, is_high = in_range(before, 0, seen.window_left + 1), in_range(before - 32, 0, seen.window_left + 1)
+    else:
+        is_low, is_high = before >= 0, before >= 32
+    low, high = gl.where(is_low, tiles[0], float("-inf")), gl.where(is_high, tiles[1], float("-inf"))
     LANES: gl.constexpr = maximum.type.layout
     maximum = gl.convert_layout(gl.max(maximum, 1), gl.SliceLayout(1, P))
     new = gl.maximum(maximum, gl.max(gl.maximum(low, high), 1) * scale)
@@ -368,7 +381,7 @@ def _places(first_token, num_tokens, row, L: gl.constexpr, G: gl.constexpr):
     )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["window_left"])
 def _cdna_extend_kernel(
     q,
     k_pages,
@@ -382,6 +395,7 @@ def _cdna_extend_kernel(
     out,
     lse,
     qk_scale,
+    window_left,
     q_token,
     q_head,
     kp_page,
@@ -449,17 +463,25 @@ def _cdna_extend_kernel(
         vs = ()
         for _ in gl.static_range(G.HEADS.V_DIM // PART):
             vs += (gl.allocate_shared_memory(q.dtype.element_ty, [BUFFERS, KEYS, PART], rows_in_lds(G, False)),)  # type: ignore[assignment]
-        done = 0
-        if num_whole > 0:
+        # Every row sees the keys of blocks [whole, num_whole).
+        first_seen, whole = 0, 0
+        if G.WINDOWED:
+            first_seen = gl.maximum(gl.minimum(first_key, end_key) - window_left, 0)
+            whole = gl.cdiv(gl.maximum(end_key - 1 - window_left, 0), KEYS)
+        done = whole
+        if num_whole > whole:
             acc, maximum, total, done = _whole_blocks(
-                query, k, v, line, num_whole, qk_scale, ks, vs, acc, maximum, total, G
+                query, k, v, line, whole, num_whole - whole, qk_scale, ks, vs, acc, maximum, total, G
             )
         last_key = gl.full([ROWS], end_key - 1, gl.int32, layout=M)
         if G.CAUSAL:
             last_key = gl.minimum(last_key, first_key + gl.arange(0, ROWS, layout=M) // G.BLOCK_HEADS)
-        for block in range(done, gl.cdiv(end_key, KEYS)):
+        # Blocks before those that are done, and then blocks after them.
+        seen, num_done = SeenKeys(KeyRange(first_seen, end_key), window_left), done - whole
+        for i in range(first_seen // KEYS + num_done, gl.cdiv(end_key, KEYS)):
+            block = gl.where(i < done, i - num_done, i) if G.WINDOWED else i
             acc, maximum, total = _masked_block(
-                query, k, v, line, block, end_key, last_key, qk_scale, ks, vs, acc, maximum, total, G
+                query, k, v, line, block, seen, last_key, qk_scale, ks, vs, acc, maximum, total, G
             )
         total = gl.max(acc[G.HEADS.V_DIM // 32], 1) if sum_tiles(G) else gl.convert_layout(gl.sum(total, 1), M)
         maximum = gl.convert_layout(gl.max(maximum, 1), M)
@@ -480,7 +502,7 @@ def _cdna_extend_kernel(
 
 
 def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: ExtendCut) -> None:
-    """Does the same as `launch_paged_extend`, without windows, caps, sinks, slopes, shares and scales of tokens.
+    """Does the same as `launch_paged_extend`, without caps, sinks, slopes, shares and scales of tokens.
 
     arch: one of EXTEND_ARCHS
     args: with K and V at multiples of 16 bytes, whose strides are multiples of 16, or of stride_unit if that is eight
@@ -494,7 +516,6 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
     assert cut == ExtendCut.of(EXTEND_TILES, gqa_ratio=gqa_ratio, min_q_len=cut.min_q_len, causal=cut.sharing.causal), (
         "the schedule was cut for others"
     )
-    assert not scores.visibility.windowed, "no window is served"
     assert not scores.visibility.by_ranges, "tokens see all keys, or those up to their own"
     assert not scores.soft_cap, "no cap is served"
     assert args.sinks is None, "no sinks are served"
@@ -519,6 +540,7 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
         PAGE_SIZE=pages.format.page_size,
         SAME_OFFSETS=args.same_offsets,
         CAUSAL=scores.visibility.causal,
+        WINDOWED=scores.visibility.windowed,
         STRIDE_UNIT=unit,
         UNITS=EXTEND_UNITS[arch]._replace(LOADS_INTO_LDS=False) if is_fp8 else EXTEND_UNITS[arch],
         HEADS=heads,
@@ -539,6 +561,7 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
         args.out,
         args.lse,
         scores.base_2_scale,
+        scores.visibility.window_left,
         *args.strides_in(geometry.STRIDE_UNIT),
         G=geometry,
         num_warps=EXTEND_TILES.num_warps,

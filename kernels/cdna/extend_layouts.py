@@ -26,6 +26,7 @@ class ExtendGeometry(NamedTuple):
     PAGE_SIZE: int
     SAME_OFFSETS: bool
     CAUSAL: bool
+    WINDOWED: bool
     STRIDE_UNIT: int
     UNITS: ExtendUnits
     HEADS: ExtendHeads

@@ -73,6 +73,10 @@ EXTEND_LIMITS = Limits(
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ),
     scales=(Scales.NONE, Scales.LAYER, Scales.HEAD),
     max_gqa_ratio=limits.MAX_GQA_RATIO,
+    window=True,
+    # By clocks (docs/cycles.md) whole blocks take 0.57 of the plain kernel's time. Those at a window's two edges, up to
+    # four in 512 keys, take about as long as there.
+    least_window=512,
     non_causal=True,
     short_kv=True,
     page_strides=True,

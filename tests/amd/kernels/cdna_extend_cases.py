@@ -31,11 +31,17 @@ CASES = {
     "wide_large_pages": replace(
         WIDE, kv_len=[460, 200], q_len=[70, 9], dtype=torch.float16, page_size=128, spread=True
     ),
+    # Blocks before the whole ones, which begin within a page of several blocks; and windows shorter than a block.
+    "window": replace(PLAIN, kv_len=[470, 333, 33], q_len=[70, 9, 33], window_left=200),
+    "window_large_pages": replace(PLAIN, kv_len=[620], q_len=[40], heads=(4, 2), page_size=128, window_left=391),
+    "window_64": replace(PLAIN, dims=(64, 64), heads=(6, 2), page_size=32, window_left=20, dtype=torch.float16),
+    "window_wide": replace(WIDE, kv_len=[430, 200], q_len=[5, 9], window_left=290, spread=True),
     "every_key": replace(PLAIN, kv_len=[200, 70], q_len=[9, 70], heads=(4, 1), window_right=UNLIMITED_WINDOW),
 }
 # Cases of eight-bit pages, in the encoding that the arch reads.
 CODED = {
     "codes": replace(PLAIN, scales=Scales.HEAD),
+    "codes_window": replace(PLAIN, scales=Scales.HEAD, window_left=200),
     "codes_64": replace(PLAIN, dims=(64, 64), scales=Scales.HEAD),
     "codes_wide": replace(WIDE, scales=Scales.LAYER),
     "codes_float16": replace(CASES["float16"], scales=Scales.HEAD),

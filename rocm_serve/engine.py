@@ -402,11 +402,12 @@ class Engine:
 
         Requests that submit() has queued are served too: step() then returns none of their events.
 
-        on_event: called with every new token, failure and abort, as they come. It may call abort(), and cancel(): the
-                  completion then has no tokens, and the finish reason "abort"
+        on_event: called with every new token, failure and abort, as they come. It may call submit(), abort(), and
+                  cancel(): the completion then has no tokens, and the finish reason "abort"
         Raises BadRequest before anything runs if one of them can never be served. If one has failed, raises
         RequestsFailed, or RequestsFaulted (a DeviceFault) after a device fault; either has all completions, and the
         other requests were served to their end. After any other exception the engine has forgotten these requests.
+        Raises WrongState while another generate() of this engine runs, as in on_event.
         """
         return serve_all(self, requests, on_event)
 

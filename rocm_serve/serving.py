@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rocm_attn.errors import BadRequest, DeviceFault
+from rocm_attn.errors import BadRequest, DeviceFault, WrongState
 from rocm_serve.engine_thread import ServingEngine
 from rocm_serve.held_interrupts import HeldInterrupts
 from rocm_serve.request import Completion, Event, Request, RequestsFailed, RequestsFaulted
+
+# Engines that are in serve_all.
+_SERVING: list[ServingEngine] = []
 
 
 def serve_all(
@@ -17,8 +20,14 @@ def serve_all(
     requests = list(requests)  # an iterator would be at its end after the checks
     for request in requests:
         engine.limits.check(request)
+    if engine in _SERVING:
+        raise WrongState(
+            "generate() of this engine runs, and a second one would take its events; call submit() in on_event, and "
+            "from other threads use an AsyncEngine"
+        )
     with HeldInterrupts() as interrupts:
         numbers: list[int] = []
+        _SERVING.append(engine)
         try:
             for request in requests:
                 numbers.append(engine.submit(request))  # may refuse a constraint, which only compiling shows
@@ -27,6 +36,8 @@ def serve_all(
             for number in numbers:
                 engine.cancel(number)
             raise
+        finally:
+            _SERVING.remove(engine)
     completions = [_completion(engine, number, request) for number, request in zip(numbers, requests, strict=True)]
     if faults:
         raise RequestsFaulted(completions, faults) from faults[0]

@@ -134,6 +134,14 @@ class _Batch(NamedTuple):
 
 
 @triton.jit
+def _length_of(kv_len, q_len, G: tl.constexpr):
+    """kv_len, or _NO_KEYS for a sequence that lost its keys (metadata/check_pages.py) and keeps its tokens: its blocks
+    come after all others.
+    """
+    return tl.where(kv_len < q_len, _NO_KEYS, kv_len) if G.CAUSAL else kv_len
+
+
+@triton.jit
 def _blocks_of(batch, seq, G: tl.constexpr):
     """First token, new tokens, keys and query blocks of each sequence; no blocks for those that are not listed."""
     inside = seq < batch.num_seqs
@@ -144,9 +152,7 @@ def _blocks_of(batch, seq, G: tl.constexpr):
     if G.SEQUENCES != _ALL:
         has_cells = tl.load(batch.first_cell + seq, mask=inside, other=0) < length
         is_listed = is_listed & (has_cells == (G.SEQUENCES == _WITH_CELLS))
-    if G.CAUSAL:
-        # A sequence that lost its keys (metadata/check_pages.py) keeps its tokens. Its blocks come after all others.
-        length = tl.where(length < q_len, _NO_KEYS, length)
+    length = _length_of(length, q_len, G)
     return token, q_len, length, tl.where(is_listed, tl.cdiv(q_len, G.QUERY_TOKENS), 0)
 
 
@@ -232,8 +238,7 @@ def _list_kernel(
     is_block = block < total
     # If there is no such block, the first sequence's; nothing of it is used then. Some steps have no sequence.
     length = tl.load(kv_len + seq, mask=num_seqs > 0, other=0)
-    if G.CAUSAL:
-        length = tl.where(length < seq_q_len, _NO_KEYS, length)
+    length = _length_of(length, seq_q_len, G)
     prefix = length - seq_q_len
     offset = (block - first_block) * QUERY_TOKENS
     extent = prefix + tl.minimum(seq_q_len, offset + QUERY_TOKENS) if G.CAUSAL else length

@@ -60,6 +60,14 @@ class CommandParser(argparse.ArgumentParser):
         """Prints the sentence and where the arguments are listed, and exits with code 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # In --stop=-- the dashes are the value. Up to Python 3.12 argparse takes them for the end of flags: [] is left.
+        if arg_strings == ["--"] and action.option_strings:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices: Sequence[Any] = () if action.choices is None else tuple(action.choices)
         if choices and value not in choices:

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
             continue
         results.append((way, pages, report))
         if not options.json:
-            print("\n".join(_lines(way, pages, report)))
+            print("\n".join(_lines(way, pages, report)), flush=True)  # SIGTERM would lose what a pipe waits for
     if options.json:
         print(json.dumps(_as_json(target, results, refused), indent=2))
     else:

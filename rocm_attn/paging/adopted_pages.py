@@ -15,6 +15,7 @@ from rocm_attn.machine.devices import require_tensor
 from rocm_attn.machine.settings import require_kind
 from rocm_attn.paging.adopted import ChangeGate
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.storage import OfLayers
 from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, PoolKind, Problem, Scales
 
 _AXES = "kv", "page", "token", "head", "dim"
@@ -116,8 +117,8 @@ class AdoptedPages:
         self.aligned_sides: dict[int, str] = {}
         self.aligned_rows: dict[int, str] = {}
         # A layer has None before its first pages, and after a call whose pages were let go.
-        self.bound: list[LayerPages | None] = [None] * len(problems)
-        self._index: list[LayerPages | None] = [None] * len(problems)
+        self.bound = OfLayers[LayerPages | None](None for _ in problems)
+        self._index = OfLayers[LayerPages | None](None for _ in problems)
 
     def bind_all(
         self, kv: Tensor | Sequence[Tensor], axes: str, coded: Sequence[EnginePages | None] | None = None
@@ -197,7 +198,7 @@ class AdoptedPages:
                 self.index(layer)
 
     def layer(self, layer: int) -> LayerPages:
-        """The bound pages of one layer. Raises WrongState while it has none."""
+        """The bound pages of one layer. Raises WrongState while it has none, BadTensor if there is no such layer."""
         pages = self.bound[layer]
         if pages is None:
             raise WrongState(f"layer {layer} has no pages yet; call pages.bind() before its first step")
@@ -208,7 +209,7 @@ class AdoptedPages:
         raise BadProblem(f"layer {layer} of an engine has no state")
 
     def index(self, layer: int) -> LayerPages:
-        """The index pages of a layer that has an indexer. Raises WrongState while it has none."""
+        """The index pages of a layer that has an indexer. Raises as layer() does."""
         pages = self._index[layer]
         if pages is None:
             raise WrongState(f"layer {layer} has no index pages yet; call pages.bind_index() before its first step")
@@ -223,7 +224,7 @@ class AdoptedPages:
             raise no_such_layer(layer, len(self._problems))
         return self._problems[layer]
 
-    def _adopt(self, of_layers: list[LayerPages | None], layer: int, name: str, pages: LayerPages) -> None:
+    def _adopt(self, of_layers: OfLayers[LayerPages | None], layer: int, name: str, pages: LayerPages) -> None:
         """Uses these pages for a layer from now on, unless graphs read others of it."""
         bound, are_fixed = of_layers[layer], self._gate.is_sealed and not self._binds_calls
         if bound is not None and are_fixed and _place(bound) != _place(pages):
@@ -238,7 +239,7 @@ class AdoptedPages:
 
     def _count_pages(self, space: Space) -> None:
         """Counts the pages of a space again after a layer has got other pages."""
-        bound = [pages for of_layers in (self.bound, self._index) for pages in of_layers]
+        bound = [pages for of_layers in (self.bound, self._index) for pages in of_layers.values()]
         of_space = [pages for pages, its in zip(bound, self._spaces * 2, strict=True) if its is space and pages]
         fewest = min(self._num_pages, *(side.shape[0] for pages in of_space for side in (pages.k, pages.v)))
         if fewest != self._fewest[space]:

@@ -17,6 +17,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, space_of_states
+from rocm_attn.paging.storage import OfLayers
 from rocm_attn.problem import UNLIMITED_WINDOW, VECTOR_BYTES, Problem
 
 
@@ -148,8 +149,8 @@ class HybridKVPool:
             for space, pages in num_pages.items()
         }
         pages = {space: iter(pool.layers) for space, pool in self._pools.items()}
-        self._layers = [next(pages[space]) for space in spaces]
-        # The list's own method, because each layer of each step calls it.
+        self._layers = OfLayers(next(pages[space]) for space in spaces)
+        # The dict's own method, because each layer of each step calls it.
         self.layer: Callable[[int], LayerPages] = self._layers.__getitem__
         indexed = [layer for layer, problem in enumerate(problems) if problem.index_format is not None]
         self._index = {layer: next(pages[spaces[layer]]) for layer in indexed}

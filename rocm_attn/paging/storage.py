@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from rocm_attn.errors import no_such_layer
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.metadata.step_tensors import TableTerms
 from rocm_attn.paging.index_spaces import Space
+
+_T = TypeVar("_T")
+
+
+class OfLayers(dict[int, _T]):
+    """Layer -> what it has, for every layer of a model. Another one, such as -1, raises BadTensor."""
+
+    def __init__(self, of_each: Iterable[_T]) -> None:
+        super().__init__(enumerate(of_each))
+
+    def __missing__(self, layer: int) -> _T:
+        raise no_such_layer(layer, len(self))
 
 
 class SpaceTable(Protocol):

@@ -288,7 +288,10 @@ def read_dump(path: Path) -> FlightDump:
         fields = {name: value for name, value in content.items() if name not in _FACTS_OF_THE_FILE}
         dump: FlightDump = from_json(FlightDump, fields, f"{path}: dump")
         return dump
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+    except BadSetting:
+        raise
+    # A ValueError also comes from a number with more digits than Python reads.
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadSetting(
             f"{path} is not a dump of a flight recorder ({reason_of(error)}); give a file that --flight-record has "
             "written"

@@ -9,11 +9,18 @@ from typing import Protocol
 from torch import Tensor
 
 from rocm_attn.errors import RocmAttnError
+from rocm_attn.problem import Problem
 from rocm_lab.bench.step_data import StepData
 
 
 class NotServed(RocmAttnError):
     """A contestant does not serve a step, or is not installed; the reason, in a clause."""
+
+
+def require_no_mask(problem: Problem) -> None:
+    """Raises NotServed for custom masks, which other libraries take in other forms, or not at all."""
+    if problem.custom_mask:
+        raise NotServed("it is measured without custom masks")
 
 
 @dataclass(frozen=True, slots=True)

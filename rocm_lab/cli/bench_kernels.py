@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rocm_attn.cli.arguments import described_model, device_named, kv_encodings
+from rocm_attn.cli.signals import sigterm_interrupts
 from rocm_attn.cli.streams import say
 from rocm_attn.cli.torch_failures import first_line, memory_failure
 from rocm_attn.errors import BadSetting, RocmAttnError
@@ -32,7 +33,6 @@ from rocm_lab.bench.random_cases import COUNT, random_cases
 from rocm_lab.bench.request_trace import read_step
 from rocm_lab.bench.result_file import KERNELS, deliver, head, kernels_as_json, lines_of
 from rocm_lab.bench.suites import SuiteCase, suite
-from rocm_lab.cli.sigterm import sigterm_interrupts
 
 # A CPU takes milliseconds for work that takes a GPU microseconds.
 _ROUND_US_ON_CPU = 20_000.0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from rocm_attn.cli.signals import sigterm_interrupts
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.machine.whole_files import require_place
 from rocm_lab.bench.energy import EnergyMeter, meter_of
@@ -19,7 +20,6 @@ from rocm_lab.bench.openai_load import run_load
 from rocm_lab.bench.plots import draw_serving
 from rocm_lab.bench.request_trace import read_trace
 from rocm_lab.bench.result_file import SERVING, deliver, head, shareable
-from rocm_lab.cli.sigterm import sigterm_interrupts
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from rocm_attn.cli.arguments import described_model, device_named, page_choice
+from rocm_attn.cli.signals import sigterm_interrupts
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice
@@ -29,7 +30,6 @@ from rocm_attn.selection.arithmetic import code_digest
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.machine import UNKNOWN_COMMIT, commit, version_of
-from rocm_lab.cli.sigterm import sigterm_interrupts
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import SHAPES, TuneJob, jobs_of, shapes_named
 from rocm_lab.tune.journal import Journal

@@ -8,17 +8,17 @@ import json
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 from rocm_attn.capture.step_times import MOST_SEQS
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.cli.signals import signals_to, sigterm_interrupts
 from rocm_attn.cli.streams import say
 from rocm_attn.cli.torch_failures import memory_failure
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
@@ -87,26 +87,14 @@ class OrderedText:
 
 
 class EarlyEnd:
-    """A context in which Ctrl-C or SIGTERM aborts all requests, so that those that are done are printed as JSON.
+    """Aborts all requests at Ctrl-C or SIGTERM, so that those that are done are printed as JSON.
 
-    A second signal raises KeyboardInterrupt. A signal that is ignored stays so, and in other threads than the main one
-    the context changes nothing. show: called with each event until the signal
+    show: called with each event until the signal
     """
 
     def __init__(self, engine: Engine | RankedEngine, num_requests: int, show: Callable[[Event], None]) -> None:
         self._engine, self._left, self._show = engine, range(num_requests), show
-        self._before: dict[signal.Signals, Any] = {}
         self.is_asked = False
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def on_event(self, event: Event) -> None:
         """Passes an event on, or aborts the requests: here, and not in the middle of a step."""
@@ -117,7 +105,8 @@ class EarlyEnd:
         for number in left:
             self._engine.abort(number)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """Notes a signal. The second one raises KeyboardInterrupt."""
         if self.is_asked:
             raise KeyboardInterrupt
         self.is_asked = True
@@ -204,6 +193,7 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     require_files(EngineOptions(**{name: getattr(options, name) for name in ON_GENERATE}))
     model = str(find_model(options.model))
     files = open_model(model)
+    files.config.on_one_of(options.tp)  # before the ranks are started, which find the same fault
     requests = [_request(options, requested, files, prompt) for prompt in prompts]
     engine_options = _engine_options(options, files, requests)
     start = EngineStart(options.model, model, engine_options, options.device, options.dtype, options.tp)
@@ -223,7 +213,7 @@ def _serve(
     with nullcontext(_progress(len(prompts))) if options.json else _texts(prompts) as show:
         ending = EarlyEnd(engine, len(requests), show)
         try:
-            with ending if options.json else nullcontext():
+            with signals_to(ending.ask, signal.SIGINT, signal.SIGTERM) if options.json else sigterm_interrupts():
                 completions: Sequence[Completion] = engine.generate(requests, ending.on_event)
             failure = None
         except RequestsFailed as failed:
@@ -282,7 +272,7 @@ def _progress(num_prompts: int) -> Callable[[Event], None]:
 def _texts(prompts: Sequence[str]) -> Iterator[Callable[[Event], None]]:
     """Shows the text on stdout as it comes; several texts one after the other, under their prompts.
 
-    At an interrupt or an error, texts that are complete and wait for their turn are printed.
+    At an interrupt, SIGTERM or an error, texts that are complete and wait for their turn are printed.
     """
     texts = OrderedText(sys.stdout, [_header(prompt) for prompt in prompts] if len(prompts) > 1 else [], len(prompts))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -22,6 +23,9 @@ from rocm_serve.request import Completion, Event, FinishReason, Request
 from rocm_serve.serving import serve_all
 from rocm_serve.speculation.methods import require_ranks
 
+# A CPU with fewer cores may still try the ranks of a host with eight GPUs.
+_MOST_ON_FEW_CORES = 8
+
 
 class RankedEngine:
     """Serves requests like Engine, with tensor-parallel ranks.
@@ -36,7 +40,8 @@ class RankedEngine:
     num_ranks:   processes on this host, one rank each
     device_type: "cuda" for one GPU each, the first ones available; "cpu"
 
-    Raises what Engine raises, BadSetting for more ranks than GPUs or a load that cannot be sent, and RankFailed.
+    Raises what Engine raises, BadSetting for more ranks than GPUs, or than a CPU's cores and eight, or for a load that
+    cannot be sent, and RankFailed.
     """
 
     def __init__(
@@ -162,6 +167,9 @@ def _check(num_ranks: int, device_type: str, host_kv_bytes: int) -> None:
         raise BadSetting(
             f"{num_ranks} ranks need a GPU each, and torch sees {torch.cuda.device_count()}; use fewer ranks"
         )
+    most = max(_MOST_ON_FEW_CORES, os.cpu_count() or 1)
+    if device_type == "cpu" and num_ranks > most:
+        raise BadSetting(f"{num_ranks} ranks need a process each, and this CPU serves at most {most}; use fewer ranks")
     wanted, has = num_ranks * host_kv_bytes, memory_of(torch.device("cpu"))
     if wanted > has:
         raise NeverFits(

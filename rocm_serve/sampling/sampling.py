@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.errors import BadLogits, BadTensor
+from rocm_attn.errors import BadLogits, BadSetting, BadTensor
 from rocm_attn.kernels.sampling.row_results import ALL_ZERO, NONE_LEFT
 from rocm_attn.machine.devices import require_tensor
 from rocm_attn.providers.launches import PickRows
@@ -63,6 +63,8 @@ class _Uniforms:
         self._numbers: list[float] = []
 
     def at(self, place: int) -> float:
+        if place < 0:
+            raise BadSetting(f"place is {place}; the new tokens of a request are counted from 0")
         if self._random is None:
             self._random = np.random.default_rng(self._seed)
         while place >= len(self._numbers):
@@ -91,7 +93,7 @@ class Sampler:
         return self.draw(self._next - 1)
 
     def draw(self, place: int) -> Draw:
-        """The draw of the new token with index `place`, counted from 0."""
+        """The draw of the new token with index `place`, counted from 0. Raises BadSetting for a negative one."""
         return _new(Draw, (self._temperature, self.sampling.top_p, self._draws.at(place)))
 
     def draft_number_at(self, place: int) -> float:

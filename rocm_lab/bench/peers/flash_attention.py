@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem
-from rocm_lab.bench.contestant import LayerLaunch, NotServed
+from rocm_lab.bench.contestant import LayerLaunch, NotServed, require_no_mask
 from rocm_lab.bench.step_data import StepData
 
 _MOST_DIM, _DIMS = 256, 8
@@ -28,6 +28,7 @@ class FlashAttention3:
     def prepare(self, data: StepData) -> LayerLaunch:
         """Does the same as Contestant.prepare."""
         problem = data.problem
+        require_no_mask(problem)
         reason = _refusal(problem)
         if reason:
             raise NotServed(reason)
@@ -83,8 +84,8 @@ def _refusal(problem: Problem) -> str:
         return "it is measured with K and V pages in q's dtype"
     if problem.head_dim % _DIMS or max(problem.head_dim, problem.v_head_dim) > _MOST_DIM:
         return f"its heads must be multiples of {_DIMS} up to {_MOST_DIM}"
-    if problem.has_alibi_slopes or problem.has_sinks or problem.chunk or problem.custom_mask:
-        return "it is measured without ALiBi slopes, sinks, chunks and custom masks"
+    if problem.has_alibi_slopes or problem.has_sinks or problem.chunk:
+        return "it is measured without ALiBi slopes, sinks and chunks"
     if problem.dtype is torch.float32 or not math.isfinite(problem.scale):
         return "it computes in 16 bits"
     return ""

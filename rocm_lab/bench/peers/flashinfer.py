@@ -9,7 +9,7 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind
-from rocm_lab.bench.contestant import LayerLaunch, NotServed
+from rocm_lab.bench.contestant import LayerLaunch, NotServed, require_no_mask
 from rocm_lab.bench.step_data import StepData
 
 _WORKSPACE_BYTES = 512 << 20
@@ -24,9 +24,10 @@ class FlashInfer:
     def prepare(self, data: StepData) -> LayerLaunch:
         """Does the same as Contestant.prepare."""
         problem = data.problem
+        require_no_mask(problem)
         if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q:
             raise NotServed("it is measured with K and V pages in q's dtype")
-        if problem.custom_mask or not problem.causal:
+        if not problem.causal:
             raise NotServed("it is measured with causal attention")
         if problem.has_alibi_slopes or problem.has_sinks or problem.chunk:
             raise NotServed("it is measured without ALiBi slopes, sinks and chunks")

@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-from rocm_lab.bench.contestant import LayerLaunch, NotServed
+from rocm_lab.bench.contestant import LayerLaunch, NotServed, require_no_mask
 from rocm_lab.bench.step_data import StepData
 
 
@@ -17,6 +17,7 @@ class TorchSdpa:
     def prepare(self, data: StepData) -> LayerLaunch:
         """Does the same as Contestant.prepare."""
         problem, batch = data.problem, data.batch
+        require_no_mask(problem)
         reason = _refusal(problem, data)
         if reason:
             raise NotServed(reason)
@@ -54,7 +55,7 @@ def _refusal(problem: Problem, data: StepData) -> str:
         return "it has no windows"
     if problem.logits_soft_cap or problem.has_sinks or problem.has_alibi_slopes:
         return "it has no soft caps, sinks or ALiBi slopes"
-    if problem.custom_mask or not problem.causal:
+    if not problem.causal:
         return "it is measured with causal attention"
     if len(set(data.batch.kv_len)) > 1 or len(set(data.batch.q_len)) > 1:
         return "it needs sequences of equal lengths"

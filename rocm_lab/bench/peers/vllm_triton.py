@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind
-from rocm_lab.bench.contestant import LayerLaunch, NotServed
+from rocm_lab.bench.contestant import LayerLaunch, NotServed, require_no_mask
 from rocm_lab.bench.step_data import StepData
 
 # Values of vLLM's backend: segments of a decode; the most sequences for which it is split, rounded to captured sizes.
@@ -22,10 +22,11 @@ class VllmTriton:
     def prepare(self, data: StepData) -> LayerLaunch:
         """Does the same as Contestant.prepare."""
         problem, step = data.problem, data.step
+        require_no_mask(problem)
         if problem.pool is not PoolKind.SPLIT or problem.kv_encoding is not KVEncoding.LIKE_Q or not problem.causal:
             raise NotServed("it is measured with K and V pages in q's dtype and causal attention")
-        if problem.has_alibi_slopes or problem.chunk or problem.custom_mask:
-            raise NotServed("it is measured without ALiBi slopes, chunks and custom masks")
+        if problem.has_alibi_slopes or problem.chunk:
+            raise NotServed("it is measured without ALiBi slopes and chunks")
         if not data.q.is_cuda:
             raise NotServed("it needs a GPU")
         try:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -38,7 +38,7 @@ from rocm_lab.bench.result_file import lines_of, read_result
 from rocm_lab.bench.step_data import StepData, random_steps
 from rocm_lab.bench.suites import SuiteCase, suite
 from rocm_lab.cli import bench_kernels
-from tests.amd.bench.layers import CPU, LAYER
+from tests.amd.bench.layers import CPU, LAYER, one_step
 
 Capture = pytest.CaptureFixture[str]
 NO_METER = EnergyMeter(lambda: float("nan"), "", "none here")
@@ -259,6 +259,13 @@ def test_sdpa_gives_the_same(batch: str) -> None:
 def test_a_library_that_is_not_here_says_so() -> None:
     names = tuple(name for name in registry.PEERS if name != "sdpa")
     assert {row.status for row in race(dict(contestants(names, "")))} == {NOT_SERVED}
+
+
+def test_every_other_library_refuses_masks_in_the_same_words() -> None:
+    data = one_step("3d40", replace(LAYER, custom_mask=True))
+    for library in contestants(registry.PEERS, "").values():
+        with pytest.raises(NotServed, match=r"^it is measured without custom masks$"):
+            library.prepare(data)
 
 
 def test_the_names_on_the_command_line_are_those_that_there_are() -> None:

@@ -571,8 +571,9 @@ def test_a_causality_in_words_of_its_own_is_refused(device: torch.device, provid
     with pytest.raises(WrongState, match="no kernels were chosen for steps with CAUSAL"):
         attention.kernels(Causality.CAUSAL)
     for layer in (1, -1):
-        with pytest.raises(BadTensor, match=f"layer {layer} does not exist; the runtime has layers 0 to 0"):
-            attention.pages.format(layer)
+        for of_pages in (attention.pages.format, attention.pages.layer, attention.pages.index):
+            with pytest.raises(BadTensor, match=f"layer {layer} does not exist; the runtime has layers 0 to 0"):
+                of_pages(layer)
 
 
 def test_an_interrupt_leaves_the_same_weights_in_steps_of_every_causality() -> None:

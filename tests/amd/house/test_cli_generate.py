@@ -16,6 +16,8 @@ import torch
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, main
 from rocm_attn.cli.parser import build_parser
+from rocm_attn.cli.signals import signals_to
+from rocm_attn.errors import Unsupported
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.watch.flight_recorder import read_dump
 from rocm_serve.cli import generate as generate_command
@@ -246,15 +248,16 @@ def test_prompts_that_are_done_before_an_interrupt_are_printed_as_json(
 
 
 @pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_texts_that_are_done_before_an_interrupt_are_printed_though_an_earlier_one_is_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    by: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finish = generate_command.OrderedText.finish
 
     def finish_and_interrupt(texts: generate_command.OrderedText, text: int) -> None:
         finish(texts, text)
         if text == 2:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(by)
 
     monkeypatch.setattr(generate_command.OrderedText, "finish", finish_and_interrupt)
     lengths = iter([8, 8, 2, 8])
@@ -276,20 +279,34 @@ def test_texts_that_are_done_before_an_interrupt_are_printed_though_an_earlier_o
 
 @pytest.mark.usefixtures("heard")
 def test_a_second_interrupt_does_not_wait() -> None:
-    with generate_command.EarlyEnd(Mock(), 1, print):
+    ending = generate_command.EarlyEnd(Mock(), 1, print)
+    with signals_to(ending.ask, signal.SIGINT, signal.SIGTERM):
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
 def test_an_interrupt_that_is_ignored_stays_so() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before, heard = signal.signal(signal.SIGINT, signal.SIG_IGN), list[int]()
     try:
-        with (ending := generate_command.EarlyEnd(Mock(), 1, print)):
+        with signals_to(lambda number, frame: heard.append(number), signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(signal.SIGINT)
-        assert not ending.is_asked
+            signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_ranks_that_a_model_is_not_divided_over_are_refused_before_they_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(config: ModelConfig, num_ranks: int) -> ModelConfig:
+        raise Unsupported(f"8 groups are not divided over {num_ranks} ranks", [])
+
+    monkeypatch.setattr(ModelConfig, "on_one_of", refuse)
+    monkeypatch.setattr("rocm_serve.cli.generate.loaded_engine", Mock(side_effect=AssertionError("ranks were started")))
+    assert main(["generate", "--device", "cpu", "--tp", "3", "--raw", "w5"]) == FAILED
+    assert capsys.readouterr().err == "rocm-attn: 8 groups are not divided over 3 ranks\n"
 
 
 def test_flags_of_a_request_shape_its_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,14 @@
 """`rocm-attn truth`: its output and its exit codes."""
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rocm_attn.cli import DONE, FAILED, main
+from rocm_attn.cli import DONE, FAILED, main, truth
 from rocm_attn.truth.check import TruthReport
 from tests.amd.house.test_cli import GEMMA2, config_file
 
@@ -99,3 +101,20 @@ def test_what_is_missed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
     captured = capsys.readouterr()
     assert "NEEDLES WERE MISSED; 0 of 6 steps were replays" in captured.out
     assert "needles were missed, or hidden ones were seen: provider auto, K and V as q" in captured.err
+
+
+def test_what_was_found_is_written_before_the_next_way_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file or a pipe got it at the end of all, and nothing if SIGTERM came before."""
+    written, report = io.BytesIO(), truth._report
+    found_before = list[bytes]()
+
+    def reported(*given: Any) -> TruthReport:
+        found_before.append(written.getvalue())
+        return report(*given)
+
+    monkeypatch.setattr(truth, "_report", reported)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))
+    assert main(["truth", "dense", *ON_CPU, "--providers", "torch,cpu", "--eager"]) == DONE
+    first, second = found_before
+    assert first == b""
+    assert b"provider torch" in second

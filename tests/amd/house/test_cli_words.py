@@ -57,6 +57,8 @@ from tests.amd.house.test_cli import LLAMA, config_file
         (["explain", "config.json", "--arch", "cpu", "--tp", "2147483647"], "--tp: 2147483647 is above 1024"),
         (["serve", "--max-kv-len", "1"], "--max-kv-len: 1 is below 2"),
         ([], "COMMAND"),
+        (["serve", "--port=--"], "argument --port: '--' is not a whole number"),
+        (["generate", "--provider=--", "x"], "argument --provider: invalid choice: '--' (choose from auto"),
         (["serve", "--port", "-1"], "--port: -1 is below 0"),
         (["generate", "--max-new-tokens", "0", "x"], "--max-new-tokens: 0 is below 1"),
         (["generate", "--chunk", "2147483648", "x"], "--chunk: 2147483648 is above 2147483647"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import INT32_MAX, StepBatch
-from rocm_attn.errors import BadRequest, DeviceFault
+from rocm_attn.errors import BadRequest, DeviceFault, WrongState
 from rocm_attn.watch.flight_recorder import read_dump
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -204,6 +204,24 @@ def test_a_callback_may_cancel_any_request(loaded: LoadedModel) -> None:
     assert (first, last) == (alone(loaded, requests[0]), alone(loaded, requests[2]))
     assert cancelled == Completion(requests[1].prompt_token_ids, (), "", "abort")
     assert is_empty(engine)
+
+
+def test_a_callback_may_submit_a_request_but_not_generate(loaded: LoadedModel) -> None:
+    """A second generate() took the events of the first one's requests."""
+    engine, seen, submitted = Engine(loaded, BASE), list[Event](), list[int]()
+
+    def on_event(event: Event) -> None:
+        seen.append(event)
+        if len(seen) == 1:
+            with pytest.raises(WrongState, match=r"generate\(\) of this engine runs, and a second one would take its"):
+                engine.generate(short_requests())
+            submitted.append(engine.submit(Request((3, 4), 2)))
+
+    requests = short_requests()
+    assert engine.generate(requests, on_event) == [alone(loaded, request) for request in requests]
+    assert engine.completion(submitted[0]) == alone(loaded, Request((3, 4), 2))
+    assert {event.request for event in seen} == {0, 1, 2, 3}
+    assert engine.generate(requests) == [alone(loaded, request) for request in requests]
 
 
 def test_an_abort_of_what_has_ended_changes_nothing_and_one_of_no_request_is_refused(loaded: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C while an engine serves: it waits for the end of a step, and a second one does not. Memory that runs out."""
+"""Ctrl-C or SIGTERM while an engine serves waits for the end of a step, a second one does not; memory that runs out."""
 
 import signal
 import threading
@@ -20,29 +20,33 @@ from tests.amd.runner.serving import BASE, all_pages_are_free, alone, short_requ
 @pytest.fixture(autouse=True)
 def _pythons_own_handler() -> Iterator[None]:
     """A shell lets what it runs in the background ignore Ctrl-C, and Python then installs no handler."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def pressing(engine: Engine, times: int) -> list[str]:
-    """Presses Ctrl-C that many times in the engine's third step. Returns a list of how each step ended."""
+def pressing(engine: Engine, *by: signal.Signals) -> list[str]:
+    """Sends these signals in the engine's third step. Returns a list of how each step ended."""
     ends, advance = list[str](), engine._advance
 
     def pressed() -> None:
         ends.append("halfway")
         advance()
-        for _ in range(times * (len(ends) == 3)):
-            signal.raise_signal(signal.SIGINT)
+        for number in by * (len(ends) == 3):
+            signal.raise_signal(number)
         ends[-1] = "whole"
 
     engine._advance = pressed  # type: ignore[method-assign]
     return ends
 
 
-def test_ctrl_c_waits_for_the_end_of_a_step_and_the_engine_serves_on(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_wait_for_the_end_of_a_step_and_the_engine_serves_on(
+    by: signal.Signals, loaded: LoadedModel
+) -> None:
     engine = Engine(loaded, BASE)
-    ends = pressing(engine, 1)
+    ends = pressing(engine, by)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(short_requests())
     assert ends == ["whole"] * 3
@@ -53,7 +57,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step_and_the_engine_serves_on(loaded: Loa
 
 def test_a_second_ctrl_c_does_not_wait_and_the_engine_says_that_it_is_unusable(loaded: LoadedModel) -> None:
     engine = Engine(loaded, BASE)
-    ends = pressing(engine, 2)
+    ends = pressing(engine, signal.SIGTERM, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(short_requests())
     assert ends == ["whole", "whole", "halfway"]

@@ -253,6 +253,9 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         RankedEngine(load_poisoned, BASE, num_ranks=2.0)  # type: ignore[arg-type]
     with pytest.raises(BadSetting, match="options is a dict; it must be of type EngineOptions"):
         RankedEngine(must_not_load, {}, num_ranks=2)  # type: ignore[arg-type]
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    with pytest.raises(BadSetting, match="13 ranks need a process each, and this CPU serves at most 12; use fewer"):
+        RankedEngine(must_not_load, num_ranks=13)
     with pytest.raises(BadSetting, match="device_type 'xpu' is not served"):
         RankedEngine(load_poisoned, BASE, num_ranks=2, device_type="xpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -11,6 +11,7 @@ import pytest
 from rocm_attn.errors import BadRequest, BadSetting
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
+from rocm_serve.sampling.sampling import Sampler
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.text.constraint import Constraint
 
@@ -119,6 +120,15 @@ def request(**fields: Any) -> Request:
 def test_a_value_without_sense_is_refused(make: Callable[..., object], values: dict[str, Any], sentence: str) -> None:
     with pytest.raises((BadRequest, BadSetting), match=sentence):
         make(**values)
+
+
+def test_a_draw_of_a_negative_place_is_refused_also_after_others() -> None:
+    """It was the last number that had been drawn."""
+    sampler = Sampler(Sampling(temperature=1.0))
+    sampler.next_draw()
+    for draw in (sampler.draw, sampler.draft_number_at, sampler.accept_at):
+        with pytest.raises(BadSetting, match="place is -1; the new tokens of a request are counted from 0"):
+            draw(-1)
 
 
 @pytest.mark.filterwarnings("error")

@@ -209,6 +209,10 @@ def test_a_layer_that_does_not_exist_is_named(world: World) -> None:
             step.layers.store(number, k, v)  # type: ignore[arg-type]
         with pytest.raises(BadTensor, match=named):
             step.layers.attend(number, q, torch.empty_like(q))  # type: ignore[arg-type]
+    for number in (-1, 1):
+        for of_pages in (world.runtime.pool.layer, world.runtime.pool.format):
+            with pytest.raises(BadTensor, match=f"layer {number} does not exist; the runtime has layers 0 to 0"):
+                of_pages(number)
     world.runtime.end_step()
 
 

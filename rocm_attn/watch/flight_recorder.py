@@ -251,7 +251,7 @@ class FlightDump:
     problems: one for each kind of layer
     steps:    oldest first
 
-    Raises BadSetting if there is no problem.
+    Raises BadSetting if there is no problem, or one twice.
     """
 
     reason: str
@@ -260,8 +260,9 @@ class FlightDump:
     steps: tuple[NotedStep, ...]
 
     def __post_init__(self) -> None:
-        if not self.problems:
-            raise BadSetting("problems is empty; it must have one for each kind of layer")
+        if not self.problems or len(set(self.problems)) < len(self.problems):
+            is_what = "has one twice" if self.problems else "is empty"
+            raise BadSetting(f"problems {is_what}; it must have one for each kind of layer")
 
     def step(self, number: int | None) -> NotedStep:
         """The step with this number; the last one if it is None. Raises BadSetting."""
@@ -288,7 +289,9 @@ def read_dump(path: Path) -> FlightDump:
         fields = {name: value for name, value in content.items() if name not in _FACTS_OF_THE_FILE}
         dump: FlightDump = from_json(FlightDump, fields, f"{path}: dump")
         return dump
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+    except BadSetting:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadSetting(
             f"{path} is not a dump of a flight recorder ({reason_of(error)}); give a file that --flight-record has "
             "written"

@@ -6,10 +6,13 @@ Sums and gathered values are bitwise the same on all of them, so they sample the
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rocm_attn.errors import BadSetting
 from rocm_attn.machine.agreement import Agreement, OnWait, all_gather_into, alone, among, say_who_waits
 from rocm_attn.models.shards import WHOLE, Shard
 from rocm_serve.peer_sums import small_sums
@@ -59,12 +62,18 @@ class RanksOfGroup(Ranks):
     one that agrees.
     group:   exactly the ranks that share the model, with a backend for the model's device: NCCL (RCCL on ROCm) or Gloo
     on_wait: see agreement.among
+
+    Raises BadSetting for a group that this rank is not in, or that was destroyed.
     """
 
     def __init__(self, group: dist.ProcessGroup, on_wait: OnWait = say_who_waits) -> None:
+        if not isinstance(group, dist.ProcessGroup) or group not in dist.distributed_c10d._world.pg_map:
+            raise BadSetting(
+                f"group is {group!r:.80}, and no process group that this rank is in; give the result of "
+                "dist.new_group(), or dist.group.WORLD, after dist.init_process_group()"
+            )
         self.shard = Shard(group.rank(), group.size())
-        members = dist.get_process_group_ranks(group)
-        self._host = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self._host = _host_group(group)
         self.agree = among(self._host, on_wait)
         self._group = group
         self._small = small_sums(group, self._collected, self.least)
@@ -106,3 +115,26 @@ class RanksOfGroup(Ranks):
         everything = torch.empty((self.shard.num_ranks * rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
         all_gather_into(everything, x, group=self._group)
         return list(torch.split(everything, rows))
+
+
+# Name of a group -> how often _host_group() was called for it.
+_CALLS = Counter[str]()
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group over Gloo of the same ranks.
+
+    torch names it by its ranks and by how many groups a rank is in, and a rank waits for others with the same name. So
+    that the names are equal, ranks in fewer groups join groups of themselves alone.
+    """
+    groups = dist.distributed_c10d._world.pg_names
+    store, call = dist.distributed_c10d._get_process_group_store(group), _CALLS[group.group_name]
+    store.set(f"groups of {group.rank()} at {call}", str(len(groups)))
+    most = max(int(store.get(f"groups of {rank} at {call}")) for rank in range(group.size()))
+    while len(groups) < most:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    host: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+    )
+    _CALLS[group.group_name] += 1
+    return host

@@ -98,7 +98,7 @@ def _read(place: Path) -> Mapping[str, str] | None:
     """The verdict that is kept in a file. None if there is none that this user can read; the probe then runs again."""
     try:
         verdict = json.loads(place.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     is_verdict = isinstance(verdict, dict) and all(isinstance(why, str) for why in verdict.values())
     return verdict if is_verdict else None

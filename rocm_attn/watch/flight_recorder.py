@@ -251,7 +251,7 @@ class FlightDump:
     problems: one for each kind of layer
     steps:    oldest first
 
-    Raises BadSetting if there is no problem.
+    Raises BadSetting if there is no problem, or one twice.
     """
 
     reason: str
@@ -260,8 +260,9 @@ class FlightDump:
     steps: tuple[NotedStep, ...]
 
     def __post_init__(self) -> None:
-        if not self.problems:
-            raise BadSetting("problems is empty; it must have one for each kind of layer")
+        if not self.problems or len(set(self.problems)) < len(self.problems):
+            is_what = "has one twice" if self.problems else "is empty"
+            raise BadSetting(f"problems {is_what}; it must have one for each kind of layer")
 
     def step(self, number: int | None) -> NotedStep:
         """The step with this number; the last one if it is None. Raises BadSetting."""

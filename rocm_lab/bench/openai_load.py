@@ -7,11 +7,12 @@ than a fast server leaves for it. Several processes share the requests of a trac
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import multiprocessing
+import operator
 import ssl
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -77,7 +78,7 @@ class OpenAITarget:
         )
         try:
             connection, answer = await asyncio.wait_for(connecting, _CONNECT_S)
-        except (OSError, asyncio.TimeoutError) as error:
+        except (OSError, asyncio.TimeoutError, UnicodeError) as error:  # the last of names such as a..b
             outcome.failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             return
         try:
@@ -106,7 +107,15 @@ class _Answer(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
+        if self.ended.done():
+            return
+        try:
+            self._receive(data, time.perf_counter())
+        except (ValueError, LookupError):
+            self._fail("not an answer of HTTP", data)
+
+    def _receive(self, data: bytes, now: float) -> None:
+        """Takes the next bytes. Raises ValueError, LookupError for some that are not HTTP's."""
         if not self._status:
             head, end, data = (self._raw + data).partition(b"\r\n\r\n")
             if not end:
@@ -141,6 +150,8 @@ class _Answer(asyncio.Protocol):
                 if not end:
                     break
                 self._left, data = int(length.partition(b";")[0], 16), rest
+                if self._left < 0:
+                    raise ValueError("a chunk has a negative length")
                 if not self._left:  # the last chunk
                     data = b""
             found.append(data[: self._left])
@@ -157,9 +168,12 @@ class _Answer(asyncio.Protocol):
             return
         try:
             _read_event(json.loads(data), self._outcome, now)
-        except (ValueError, LookupError, TypeError, AttributeError):
-            self._outcome.failure = f"not an event of OpenAI's API: {_first_words(data.decode(errors='replace'))}"
-            self._end()
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            self._fail("not an event of OpenAI's API", data)
+
+    def _fail(self, what: str, data: bytes) -> None:
+        self._outcome.failure = f"{what}: {_first_words(data.decode(errors='replace'))}"
+        self._end()
 
 
 async def run_load(
@@ -216,8 +230,10 @@ def first_model(url: str, api_key: str) -> str:
     try:
         with opener.open(urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=_CONNECT_S) as response:
             name: str = json.load(response)["data"][0]["id"]
-    except (OSError, urllib.error.URLError, ValueError, LookupError, TypeError) as error:
-        raise BadSetting(f"{url}/v1/models lists no model ({error}); give the URL of a server, or --model") from error
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise BadSetting(
+            f"{url}/v1/models lists no model ({_first_words(str(error))}); give the URL of a server, or --model"
+        ) from error
     return name
 
 
@@ -230,7 +246,7 @@ def _read_event(found: dict[str, Any], outcome: RequestRecord, now: float) -> No
         outcome.pieces.append(now)
     usage = found.get("usage")
     if usage:
-        outcome.tokens = usage["completion_tokens"]
+        outcome.tokens = operator.index(usage["completion_tokens"])
 
 
 def _first_words(text: str) -> str:

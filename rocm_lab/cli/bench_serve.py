@@ -8,6 +8,7 @@ import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 
@@ -68,7 +69,12 @@ def _named(word: str) -> tuple[str, str]:
     """Returns a server's name and its URL. Raises BadSetting."""
     name, _, url = word.rpartition("=") if "://" not in word.partition("=")[0] else ("", "", word)
     url = url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
+    try:
+        place = urlsplit(url)
+        is_url = place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+    except ValueError:  # of a port above 65535, or an open bracket
+        is_url = False
+    if not is_url:
         raise BadSetting(f"--url is {word!r}; give it in the form http://127.0.0.1:8000, or NAME=http://127.0.0.1:8000")
     return name or url, url
 

@@ -19,7 +19,7 @@ from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_lab.bench.batch_spec import Group
 from rocm_lab.simulator.code_figures import CodeFigures
 
-PASSED, FAILED = "passed", "failed"
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 _ARCHS = ("gfx942", "gfx950")
 # Rows of tiles name the versions of these.
 _PACKAGES = ("rocm-attn", "torch", "triton", "rocm")
@@ -110,7 +110,7 @@ class GpuReport:
                 "kind (HIP_VISIBLE_DEVICES), on a machine with a GPU"
             )
         ((device, arch, units),) = gpus
-        versions = {name: environment["versions"][name] or "" for name in _PACKAGES}
+        versions = {name: from_json(str, environment["versions"][name] or "", name) for name in _PACKAGES}
         if arch not in _ARCHS:
             raise BadSetting(f"the report is of {device} ({arch}); reports of {' and '.join(_ARCHS)} are read")
         if from_json(int, units, "compute_units") < 1:
@@ -121,8 +121,8 @@ class GpuReport:
             device=str(device),
             target=replace(known, compute_units=units, releases=releases),
             versions=versions,
-            commit=content["commit"],
-            date=content["started"],
+            commit=from_json(str, content["commit"], "commit"),
+            date=from_json(str, content["started"], "started"),
             tests=tuple(_test(name, each) for name, each in content["tests"].items()),
             kernels=tuple(_kernel(each) for each in content["kernels"] if each["static"] is not None),
         )
@@ -154,6 +154,8 @@ def _test(name: str, given: Mapping[str, Any]) -> ReportedTest:
     measured = dict(given["measured"])
     if not isinstance(measured.get("tile trials", []), list):
         raise ValueError(f"the tile trials of {name} are no list")
+    if given["outcome"] not in (PASSED, FAILED, SKIPPED):
+        raise ValueError(f"{name} is {given['outcome']!r:.80}, neither {PASSED}, {FAILED} nor {SKIPPED}")
     return ReportedTest(name, given["outcome"], measured, tuple(given.get("kernels", ())))
 
 

@@ -64,7 +64,7 @@ class Journal:
             said = json.loads(line)
             ratio = float(said["ratio"]) if said["ratio"] is not None else float("inf")
             self._trials[str(said["key"])] = CandidateResult(str(said["outcome"]), ratio, int(said["spilled"]))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return
 
     def of(self, job: TuneJob, tiles: Tiles) -> CandidateResult | None:

@@ -30,6 +30,8 @@ OBJDUMPS = (
 # EF_AMDGPU_MACH, the low byte of e_flags.
 _MACHINES = {0x4C: "gfx942", 0x4F: "gfx950"}
 _ELF, _E_FLAGS_AT = b"\x7fELF", 48
+# The end of every kernel: without one, a tool is no llvm-objdump, or a file is damaged.
+_END = "s_endpgm"
 # "<kernel>:", and an instruction with its address and its first word.
 _SYMBOL = re.compile(r"[0-9a-f]+ <([^>]+)>:")
 _LINE = re.compile(r"\s+(\S.*?)\s*// ([0-9A-F]+): ([0-9A-F]+)")
@@ -117,9 +119,10 @@ def _disassembled(path: Path, arch: str, objdumps: Sequence[str]) -> str:
         tool = shutil.which(name)
         if tool is None:
             continue
-        done = subprocess.run([tool, "-td", f"--mcpu={arch}", str(path)], capture_output=True, text=True, check=False)
-        if done.returncode == 0 and "<unknown>" not in done.stdout:
-            return done.stdout
+        done = subprocess.run([tool, "-td", f"--mcpu={arch}", str(path)], capture_output=True, check=False)
+        text = done.stdout.decode(errors="replace")  # damaged files have names that are no text
+        if done.returncode == 0 and _END in text and "<unknown>" not in text:
+            return text
         tried.append(tool)
     of_these = f"{' and '.join(tried)} cannot read" if tried else "no llvm-objdump is found for"
     raise BadSetting(

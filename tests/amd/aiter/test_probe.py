@@ -194,7 +194,11 @@ def test_a_wrong_verdict_on_disk_holds(aiter: StandIn) -> None:
     assert chosen.entry.name == "aiter.unified_attention"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\xff"], ids=str)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"a": 1}', b"\xff", b"[" * 100_000],
+    ids=["", "{", "[]", "number", "no text", "deep"],
+)
 def test_a_damaged_verdict_on_disk_is_found_again(content: bytes, aiter: StandIn, own_cache: Path) -> None:
     world(PROBLEM)
     (verdict,) = own_cache.iterdir()

@@ -88,6 +88,32 @@ def test_an_answer_is_read_however_its_bytes_are_cut(size: int) -> None:
     assert (len(outcome.pieces), outcome.tokens, outcome.failure) == (2, 2, "")
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"SSH-2.0-OpenSSH_9\r\n\r\n", "not an answer of HTTP: SSH-2.0-OpenSSH_9"),
+        (b"HTTP/1.1 OK\r\n\r\n", "not an answer of HTTP: HTTP/1.1 OK"),
+        (CHUNKED + b"zz\r\ndata", "not an answer of HTTP: HTTP/1.1 200 OK"),
+        (CHUNKED + b"-5\r\ndata", "not an answer of HTTP: HTTP/1.1 200 OK"),  # it would be cut for ever
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: " + b"[" * 100_000 + b"\n", "not an event of OpenAI's API: [["),
+    ],
+)
+def test_an_answer_of_something_else_ends_its_request(answer: bytes, said: str) -> None:
+    async def read() -> RequestRecord:
+        outcome = RequestRecord(0.0)
+        reading = _Answer(b"", outcome)
+        reading.data_received(answer)
+        assert reading.ended.done()
+        reading.data_received(b"more")  # what came before the connection was closed
+        reading.connection_lost(None)
+        return outcome
+
+    assert asyncio.run(read()).failure.startswith(said)
+
+
 def test_all_requests_are_made_before_the_first_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
@@ -121,7 +147,9 @@ def test_failures_are_counted_by_reason_and_have_no_times() -> None:
     assert result.lines()[0].startswith("3 of 6 requests")
 
 
-@pytest.mark.parametrize("garbled", ["{", "[1]", "7", '{"choices": 1}', '{"usage": {"tokens": 1}}'])
+@pytest.mark.parametrize(
+    "garbled", ["{", "[1]", "7", '{"choices": 1}', '{"usage": {"tokens": 1}}', '{"usage": {"completion_tokens": "3"}}']
+)
 def test_what_is_no_event_fails_its_request_alone(garbled: str) -> None:
     result = put(StandIn(garbles={1: garbled}), LoadOptions(concurrency=1))
     assert result.failures == {f"not an event of OpenAI's API: {garbled}": 1}
@@ -140,8 +168,28 @@ def test_no_server_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[st
     trace.write_text(TRACE.text())
     with pytest.raises(BadSetting, match="lists no model"):
         asyncio.run(run_load("http://127.0.0.1:1", "", "", TRACE, LoadOptions(), NO_METER))
-    assert main(["bench", "serve", "--url", "127.0.0.1:1", "--trace", str(trace)]) == BAD_INPUT
-    assert "in the form http://127.0.0.1:8000" in capsys.readouterr().err
+    for url in ("127.0.0.1:1", "http://", "http://[::1", "http://127.0.0.1:99999"):
+        assert main(["bench", "serve", "--url", url, "--trace", str(trace)]) == BAD_INPUT
+        assert "in the form http://127.0.0.1:8000" in capsys.readouterr().err
+    no_name = asyncio.run(run_load("http://a..b", "a model", "", TRACE, LoadOptions(), NO_METER))
+    assert (no_name.requests, no_name.num_failed) == (6, 6)
+
+
+def test_a_server_of_something_else_is_bad_input() -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9\r\n\r\n")
+        writer.close()
+
+    async def ask() -> None:
+        server = await asyncio.start_server(greet, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        try:
+            await run_load(f"http://127.0.0.1:{port}", "", "", TRACE, LoadOptions(), NO_METER)
+        finally:
+            server.close()
+
+    with pytest.raises(BadSetting, match="lists no model"):
+        asyncio.run(ask())
 
 
 @contextmanager

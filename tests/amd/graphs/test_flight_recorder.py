@@ -188,10 +188,15 @@ def with_field(place: str, value: object, text: str) -> str:
     [
         (lambda text: text[:-5], "is not a dump of a flight recorder"),
         (lambda text: "[]", "is not a dump of a flight recorder"),
+        (lambda text: "1" * 5000, "is not a dump of a flight recorder"),  # Python reads no longer numbers
         (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 8"),
         (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), r"dump.steps\[0\].branches is missing"),
         (lambda text: json.dumps({**json.loads(text), "problems": 3}), "dump.problems is 3; it must be a list"),
         (lambda text: json.dumps({**json.loads(text), "problems": []}), "dump: problems is empty; it must have one"),
+        (
+            lambda text: json.dumps({**json.loads(text), "problems": json.loads(text)["problems"] * 2}),
+            "dump: problems has one twice; it must have one for each kind of layer",
+        ),
         *[
             (partial(with_field, place, value), complaint)
             for place, value, complaint in (

@@ -175,6 +175,11 @@ NO_REPORT = "is no report of this release"
         (lambda content: content["environment"]["devices"][0].update(compute_units=-1), NO_REPORT),
         (lambda content: content["kernels"][0].update(num_waves=0), NO_REPORT),
         (lambda content: content["tests"]["tiles"]["measured"].update({"tile trials": 3}), NO_REPORT),
+        (lambda content: content["tests"]["tiles"].update(outcome="pass"), "tiles is 'pass', neither passed, failed"),
+        # Rows that name these would be refused by the runtimes that read them.
+        (lambda content: content.update(started=None), "started is None; it must be of type str"),
+        (lambda content: content.update(commit=7), "commit is 7; it must be of type str"),
+        (lambda content: content["environment"]["versions"].update(rocm=7.2), "rocm is 7.2; it must be of type str"),
         (
             lambda content: content["kernels"].append({**kernel("_merge_kernel"), "arch": "gfx90a"}),
             "is of gfx942, and kernels in it were compiled for gfx90a",

@@ -246,7 +246,9 @@ def test_a_damaged_journal_costs_its_lines_alone(tmp_path: Path) -> None:
     search(place, FakeBench(cost))
     journal = tmp_path / "t.json.trials"
     lines = journal.read_text().splitlines()
-    journal.write_text("\n".join([*lines[: len(lines) // 2], '{"key": 3', "[]", '{"key": "x", "outcome"']))
+    endless = '{"key": "x", "outcome": "timed", "ratio": 1, "spilled": 1e999}'
+    damaged = '{"key": 3', "[]", "[" * 100_000, endless, '{"key": "x", "outcome"'
+    journal.write_text("\n".join([*lines[: len(lines) // 2], *damaged]))
     search(place, bench := FakeBench(cost))
     assert 1 < len(bench.judged) < len(lines)
 

@@ -115,10 +115,12 @@ def test_without_a_disassembler_that_knows_the_arch_the_reader_learns_what_to_do
     file.write_bytes(code_object(0x4C))
     with pytest.raises(BadSetting, match=r"no llvm-objdump is found for .*--objdump"):
         kernels_of(file, [str(tool)])
-    tool.write_text("#!/bin/sh\nexit 1\n")
-    tool.chmod(0o755)
-    with pytest.raises(BadSetting, match=r"objdump cannot read .*--objdump"):
-        kernels_of(file, [str(tool)])
+    # A tool that finds no kernel has read nothing: the file is damaged, or the tool is another one.
+    for done in ("exit 1", "echo no kernel", r"printf '\377 damaged'"):
+        tool.write_text(f"#!/bin/sh\n{done}\n")
+        tool.chmod(0o755)
+        with pytest.raises(BadSetting, match=r"objdump cannot read .*--objdump"):
+            kernels_of(file, [str(tool)])
 
 
 def test_another_arch_is_refused(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ LIMITS = Limits(
     page_size=(1, limits.MAX_PAGE_SIZE),
     max_gqa_ratio=limits.MAX_GQA_RATIO,
     window=True,
-    # A step of 128 keys is long beside a short window. 4096 new, windows of 256 and 512: 64 x 8 heads of 64 take 102
+    # A step of 128 keys is long for a short window. 4096 new, windows of 256 and 512: 64 x 8 heads of 64 take 102
     # and 138 us, the plain kernel 95 and 145; 32 x 8 of 96 67 and 85, 63 and 96; 40 x 8 of 128 98 and 121, 98 and 143;
     # 16 x 8 of 256 70 and 94, 76 and 118. Deterministic, of 512: 150 and 182, 108 and 113, 114 and 137 (32 x 16), 116
     # and 205 (H200).

@@ -11,8 +11,6 @@ they are stored into LDS. The features of an arch and of heads are values (cdna_
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton.language as tl
 from triton.experimental import gluon
@@ -67,13 +65,6 @@ from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES, EXTEND_UNITS, exte
 
 # Products stay in VGPRs: copies to and from AGPRs would take issue slots of the vector unit.
 _NO_AGPRS = (("amdgpu-agpr-alloc", "0,0"),)
-
-
-class SeenKeys(NamedTuple):
-    """The keys that some row of a block sees, a KeyRange, and how many a row sees before its own."""
-
-    keys: Any
-    window_left: Any
 
 
 @gluon.jit
@@ -324,11 +315,13 @@ def _whole_blocks(query, k, v, line, begin, num, scale, ks, vs, acc, maximum, to
 
 
 @gluon.jit
-def _masked_block(query, k, v, line, block, seen, last_key, scale, ks, vs, acc, maximum, total, G: gl.constexpr):
-    """Adds one block. A row sees keys up to last_key, and with a window some before it; seen: all that some row sees"""
+def _masked_block(
+    query, k, v, line, block, seen, last_key, window_left, scale, ks, vs, acc, maximum, total, G: gl.constexpr
+):
+    """Adds one block. A row sees keys up to last_key, and in a window some before it. seen: a KeyRange, of all rows"""
     P: gl.constexpr = product(G)
     key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, rows_in(G)))
-    live = in_range(key, seen.keys.first, seen.keys.end) if G.WINDOWED else key < seen.keys.end
+    live = in_range(key, seen.first, seen.end) if G.WINDOWED else key < seen.end
     pages = gl.load(line + key // G.PAGE_SIZE, mask=live, other=0)
     k_rows = _loaded(len(ks), k, pages, block, G)
     # Scores of keys that are not seen are replaced; a weight of zero times a value that is NaN would be NaN.
@@ -344,7 +337,7 @@ def _masked_block(query, k, v, line, block, seen, last_key, scale, ks, vs, acc, 
     tiles = _scores(query, ks, G)
     before = last_key[:, None] - key[None, :]
     if G.WINDOWED:
-        is_low, is_high = in_range(before, 0, seen.window_left + 1), in_range(before - 32, 0, seen.window_left + 1)
+        is_low, is_high = in_range(before, 0, window_left + 1), in_range(before - 32, 0, window_left + 1)
     else:
         is_low, is_high = before >= 0, before >= 32
     low, high = gl.where(is_low, tiles[0], float("-inf")), gl.where(is_high, tiles[1], float("-inf"))
@@ -466,7 +459,7 @@ def _cdna_extend_kernel(
         # Every row sees the keys of blocks [whole, num_whole).
         first_seen, whole = 0, 0
         if G.WINDOWED:
-            first_seen = gl.maximum(gl.minimum(first_key, end_key) - window_left, 0)
+            first_seen = gl.maximum(first_key - window_left, 0)
             whole = gl.cdiv(gl.maximum(end_key - 1 - window_left, 0), KEYS)
         done = whole
         if num_whole > whole:
@@ -477,11 +470,11 @@ def _cdna_extend_kernel(
         if G.CAUSAL:
             last_key = gl.minimum(last_key, first_key + gl.arange(0, ROWS, layout=M) // G.BLOCK_HEADS)
         # Blocks before those that are done, and then blocks after them.
-        seen, num_done = SeenKeys(KeyRange(first_seen, end_key), window_left), done - whole
+        seen, num_done = KeyRange(first_seen, end_key), done - whole
         for i in range(first_seen // KEYS + num_done, gl.cdiv(end_key, KEYS)):
             block = gl.where(i < done, i - num_done, i) if G.WINDOWED else i
             acc, maximum, total = _masked_block(
-                query, k, v, line, block, seen, last_key, qk_scale, ks, vs, acc, maximum, total, G
+                query, k, v, line, block, seen, last_key, window_left, qk_scale, ks, vs, acc, maximum, total, G
             )
         total = gl.max(acc[G.HEADS.V_DIM // 32], 1) if sum_tiles(G) else gl.convert_layout(gl.sum(total, 1), M)
         maximum = gl.convert_layout(gl.max(maximum, 1), M)

@@ -23,12 +23,13 @@ more than the estimate below.
 
 The cut is the one with the lowest estimate, of _CUTS evenly spaced ones:
 
-    shared / programs + split_keys + gain / 16 mean loads + max(rest / programs, (k + 1) cost of the row after k rounds)
+    max(shared / programs, least_keys) + split_keys + gain / 16 mean loads
+    + max(rest / programs, (k + 1) cost of the row after k rounds)
 
-The first three terms count only if something is shared, and no share may be larger than most_keys. The last term is
-there because k + 1 rows that long have one slot among programs. If two whole rows run in the room of a program
-(rows_at_once), a round has twice as many, and a row takes half as long again: it runs at half the speed until its
-neighbour ends.
+The terms of the first line count only if something is shared. No share is smaller than least_keys, or larger than
+most_keys. The last term is there because k + 1 rows that long have one slot among programs. If two whole rows run in
+the room of a program (rows_at_once), a round has twice as many, and a row takes half as long again: it runs at half the
+speed until its neighbour ends.
 
 Deterministic attention shares rows by whole segments (segment_len) and keeps each as a part. So a share takes as long
 as its segments, rounded up, and costs gain / 16 of its keys more. No share is smaller than a segment: if rows are few,
@@ -382,8 +383,9 @@ def _share_kernel(
         price = split_keys + shared // num_programs * gain // 16
         estimate = tl.where(cut > 0, sharing + price, longest)
     else:
-        estimate = shared // num_programs
-        estimate += tl.where(cut > 0, split_keys + total // num_programs * gain // 16, 0)
+        of_program = tl.maximum(shared // num_programs, least_keys)
+        price = split_keys + total // num_programs * gain // 16
+        estimate = tl.where(cut > 0, of_program + price, 0)
         estimate += tl.maximum((total - shared) // num_programs, longest)
     estimate = tl.where(shared > tl.cast(most_keys, tl.int64) * num_programs, 1 << 50, estimate)
     best = tl.min(estimate * G.CUTS + tl.arange(0, G.CUTS), 0) & (G.CUTS - 1)

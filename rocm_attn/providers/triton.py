@@ -85,8 +85,10 @@ _RANGED_LIMITS = replace(_LIMITS, ranges=True)
 # Keys of windows whose rows are not shared out: sharing costs more than such short rows gain. Windows of 128, 64 x 8
 # heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Windows of 512, 64 x 8 of 96, 30 x
 # 6 new of 2074: 31 and 35; but 4 x 1 of 128, 64 of 2000: 21 and 16. Windows of 1024, 12 x 4 of 64, 777 of 5778: 34 and
-# 26 (H200).
-_MOST_NOT_SHARED = 512
+# 26. 16 x 8 of 256, 16 new of 4k, windows of 256: 14.8 and 13.6, of 512: 24.7 and 14.5; 8 x 5: 15 and 16, 24 and 22; 30
+# x 6: 25 and 26, 40 and 41 (H200).
+_MOST_NOT_SHARED, _MOST_OF_WIDE_HEADS = 512, 256
+_WIDE_HEADS = 128
 # New tokens of a sequence that may be a tree of drafts, where all steps have one choice of tiles: more are a prompt.
 _MOST_NODES = 256
 # Rows of a sequence whose query blocks take all query heads of a KV head.
@@ -202,7 +204,8 @@ def _by_tokens(
 
 def _extend(problem: Problem, target: Target, tiles: ExtendTiles, min_q_len: int = 1) -> TritonExtend:
     """Extend of sequences with min_q_len new tokens or more."""
-    if not target.shares_short_windows and UNLIMITED_WINDOW != problem.window_left < _MOST_NOT_SHARED:
+    most = _MOST_OF_WIDE_HEADS if problem.head_dim > _WIDE_HEADS else _MOST_NOT_SHARED
+    if not target.shares_short_windows and UNLIMITED_WINDOW != problem.window_left < most:
         tiles = _of_whole_rows(tiles)
     cut = extend_cut(problem, target, tiles, causal=problem.causal, min_q_len=min_q_len)
     return TritonExtend(problem, scores_of(problem), tiles, cut)

@@ -54,10 +54,10 @@ _PROMPTS = {
     192: _Prompts(512),
 }
 # Mean new tokens of a step with windows, at most: the loop over keys at a window's edge takes whole rows longer. With
-# windows of 512, here and in extend steps, 64 x 8 heads of 64, 1 x 128: 5.5 and 10.0; 8 x 200: 23 and 34; 1 x 512: 21
-# and 18; 4 x 512: 45 and 47; 32 x 8 of 96: 5.7 and 10.9; 19 and 32; 18 and 16; 33 and 41; 32 x 16 of 128: 6.4 and 11.2;
-# 28 and 29; 19 and 17; 39 and 37.
-_MOST_WITH_WINDOW = 256
+# windows of 512, here and in extend steps, 64 x 8 heads of 64, 1 x 128: 5.5 and 10.0; 8 x 384: 58 and 61; 1 x 512: 21
+# and 18; 4 x 512: 45 and 47; 32 x 8 of 96: 5.7 and 10.9; 45 and 54; 18 and 16; 33 and 41; 32 x 16 of 128: 6.4 and 11.2;
+# 49 and 49; 19 and 17; 39 and 37.
+_MOST_WITH_WINDOW = 384
 # Shorter windows were not measured. Of 128, 64 x 64: 38 and 42, 30 and 30, 39 and 39.
 _LEAST_WINDOW = 128
 
@@ -100,9 +100,14 @@ def bind_prompts(
     extend: serves any step
     """
     prompts = next(prompts for max_head_dim, prompts in _PROMPTS.items() if problem.head_dim <= max_head_dim)
-    most = prompts.most if problem.window_left == UNLIMITED_WINDOW else min(prompts.most, _MOST_WITH_WINDOW)
     *fewer, last = (row for row in rows if row.max_rows <= _FEW_ROWS)
-    few = whole(replace(last.tiles, dim_block=last.tiles.dim_block or prompts.dim_block))
+    tiles = replace(last.tiles, dim_block=last.tiles.dim_block or prompts.dim_block)
+    most = prompts.most
+    if problem.window_left != UNLIMITED_WINDOW:
+        most = min(most, _MOST_WITH_WINDOW)
+        # Fewer loads in flight leave room for more programs. 64 x 8 heads of 64, windows of 128, 8 x 200: 26 and 23 us.
+        tiles = replace(tiles, num_stages=tiles.diagonal_stages)
+    few = whole(tiles)
     max_tokens = min(prompts.blocks_per_cu * target.compute_units * _FEW_ROWS // problem.num_q_heads, ANY_TOKENS)
     short = [
         *(SizedKernel(ServedSteps(row.max_rows // problem.gqa_ratio), whole(row.tiles)) for row in fewer),

@@ -188,8 +188,9 @@ def _estimate(costs: Sequence[int], cut: int, sharing: RowSharing) -> int:
     whole = [cost for cost in costs[cut:] for _ in range(rows)]
     longest = _longest_rounds(whole, programs * sharing.rows_at_once, 0) * (1 + sharing.rows_at_once) // 2
     if not sharing.segment_len:
-        price = sharing.split_keys + total // programs * sharing.gain // 16 if cut else 0
-        return shared // programs + price + max((total - shared) // programs, longest)
+        rest = max((total - shared) // programs, longest)
+        price = sharing.split_keys + total // programs * sharing.gain // 16
+        return rest + (max(shared // programs, sharing.least_keys) + price if cut else 0)
     if not cut:
         return longest
     share = max(-(-shared // programs), sharing.least_keys)

@@ -200,6 +200,13 @@ def test_rows_that_run_two_at_a_time_are_shared_where_one_would_be_late(rows_at_
     assert (step.shares()[0][7] > 0) == is_shared
 
 
+def test_a_row_of_little_more_than_the_least_share_is_one_programs() -> None:
+    """Two programs of a least share and a merge take longer than the row. The mean load of all programs is no bound."""
+    sharing = RowSharing(programs=64, row_keys=256, split_keys=384, gain=2, least_keys=256)
+    assert Step(((300, 5),), sharing).shares()[0][7] == 0
+    assert Step(((500, 5),), sharing).shares()[0][7] == 1
+
+
 def test_by_segments_few_rows_are_shared_that_fill_the_last_round() -> None:
     """There are four rows more than programs. Segments of few rows fill programs up, which avoids a round of four rows,
     and a merge of all rows' segments.

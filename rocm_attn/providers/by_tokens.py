@@ -97,7 +97,7 @@ class SchedulesByTokens:
 class KernelByTokens:
     """The first kernel of short whose steps hold a step's shape, else the other one.
 
-    short: bounds do not fall
+    short: in order of preference
     """
 
     short: tuple[SizedKernel, ...]

@@ -28,14 +28,15 @@ class _Prompts(NamedTuple):
     """Prompts for which whole rows take less time.
 
     most:          mean new tokens of a step, at most
-    dim_block:     of tiles of 64 rows whose table row takes all columns at once; 0: these do too
-    blocks_per_cu: blocks of 64 rows for each compute unit, up to which the tiles are those; beyond, those of long
-                   sequences
+    dim_block:     of tiles of few rows whose table row takes all columns at once; 0: these do too
+    blocks_per_cu: blocks of few rows for each compute unit, up to which the tiles are those
+    most_beyond:   mean new tokens, at most, of steps with more blocks, whose tiles are those of long sequences
     """
 
     most: int
     dim_block: int = 0
     blocks_per_cu: int = _ANY_BLOCKS
+    most_beyond: int = 0
 
 
 # Settings up to each head dim. Microseconds of an H200 in blocks of 64 rows, of 128, and of extend steps: 32 x 8 heads
@@ -45,19 +46,25 @@ class _Prompts(NamedTuple):
 # 16 x 64: 12.2, 10.6, 13.3; 4 x 512: 36, 30, 42; but 1 x 1024: 32, 32, 29. In blocks of 128 columns the first takes
 # 5.9, and 12 x 4 of 72, 8 x 91: 7.7 in place of 6.3. 32 x 8 of 128, 1 x 128: 5.1, 7.2, 11.8; 1 x 512: 15.4, 22.4, 16.8;
 # 64 x 128: 98, 81, 111; 4 x 512: 40, 37, 42; 1 x 2048: 90, 86, 72. 64 x 8 of 192, 1 x 512: 27.7, 28.0, 34.5; 64 x 128:
-# 225, 264, 293.
+# 225, 264, 293. 16 x 8 of 256, whose blocks have 32 rows, and in extend steps, 1 x 30: 4.8 and 9.9; 1 x 200: 14.3 and
+# 17.5; but 1 x 400: 24.6 and 18.5; 8 x 100: 18.9 and 17.5; 4 x 1, 8 x 100: 9.6 and 15.7; 1 x 400: 19 and 25.
 _PROMPTS = {
-    32: _Prompts(2048, blocks_per_cu=1),
+    32: _Prompts(2048, blocks_per_cu=1, most_beyond=2048),
     64: _Prompts(512),
-    96: _Prompts(512, dim_block=32, blocks_per_cu=3),
-    128: _Prompts(512, blocks_per_cu=4),
+    96: _Prompts(512, dim_block=32, blocks_per_cu=3, most_beyond=512),
+    128: _Prompts(512, blocks_per_cu=4, most_beyond=512),
     192: _Prompts(512),
+    256: _Prompts(512, blocks_per_cu=1),
 }
 # Mean new tokens of a step with windows, at most: the loop over keys at a window's edge takes whole rows longer. With
 # windows of 512, here and in extend steps, 64 x 8 heads of 64, 1 x 128: 5.5 and 10.0; 8 x 384: 58 and 61; 1 x 512: 21
 # and 18; 4 x 512: 45 and 47; 32 x 8 of 96: 5.7 and 10.9; 45 and 54; 18 and 16; 33 and 41; 32 x 16 of 128: 6.4 and 11.2;
 # 49 and 49; 19 and 17; 39 and 37.
 _MOST_WITH_WINDOW = 384
+# Blocks of few rows for each compute unit, up to which loads of more keys are in flight in windows: more blocks run at
+# once with fewer loads. 64 x 8 heads of 64, windows of 128, 1 x 300: 8.6 with three in flight, 10.1 with two; 8 x 200:
+# 25 and 23; 64 x 64: 44 and 38.
+_FEW_BLOCKS_IN_WINDOW = 4
 # Shorter windows were not measured. Of 128, 64 x 64: 38 and 42, 30 and 30, 39 and 39.
 _LEAST_WINDOW = 128
 
@@ -102,20 +109,25 @@ def bind_prompts(
     prompts = next(prompts for max_head_dim, prompts in _PROMPTS.items() if problem.head_dim <= max_head_dim)
     *fewer, last = (row for row in rows if row.max_rows <= _FEW_ROWS)
     tiles = replace(last.tiles, dim_block=last.tiles.dim_block or prompts.dim_block)
-    most = prompts.most
-    if problem.window_left != UNLIMITED_WINDOW:
-        most = min(most, _MOST_WITH_WINDOW)
-        # Fewer loads in flight leave room for more programs. 64 x 8 heads of 64, windows of 128, 8 x 200: 26 and 23 us.
-        tiles = replace(tiles, num_stages=tiles.diagonal_stages)
-    few = whole(tiles)
-    max_tokens = min(prompts.blocks_per_cu * target.compute_units * _FEW_ROWS // problem.num_q_heads, ANY_TOKENS)
+    few, windowed = whole(tiles), problem.window_left != UNLIMITED_WINDOW
+    any_prompt = _MOST_WITH_WINDOW if windowed else ANY_TOKENS
+    most, most_beyond = min(prompts.most, any_prompt), min(prompts.most_beyond, any_prompt)
+
+    def up_to(blocks_per_cu: int) -> ServedSteps:
+        blocks = blocks_per_cu * target.compute_units
+        return ServedSteps(most, max_tokens=min(blocks * tiles.query_rows // problem.num_q_heads, ANY_TOKENS))
+
     short = [
         *(SizedKernel(ServedSteps(row.max_rows // problem.gqa_ratio), whole(row.tiles)) for row in fewer),
         # If no sequence has more rows, larger blocks would be half empty.
         SizedKernel(ServedSteps(last.max_rows // problem.gqa_ratio), few),
-        SizedKernel(ServedSteps(most, max_tokens=max_tokens), few),
     ]
-    if max_tokens < ANY_TOKENS:
-        short.append(SizedKernel(ServedSteps(most), whole(rows[-1].tiles)))
+    if windowed and prompts.blocks_per_cu > _FEW_BLOCKS_IN_WINDOW:
+        short.append(SizedKernel(up_to(_FEW_BLOCKS_IN_WINDOW), few))
+        few = whole(replace(tiles, num_stages=tiles.diagonal_stages))
+    short.append(SizedKernel(up_to(prompts.blocks_per_cu), few))
+    if most_beyond:
+        short.append(SizedKernel(ServedSteps(most_beyond), whole(rows[-1].tiles)))
+    served = max(steps.max_q_len for steps, _ in short if steps.max_tokens == ANY_TOKENS)
     longer, other = (extend.short, extend.other) if isinstance(extend, KernelByTokens) else ((), extend)
-    return KernelByTokens((*short, *(sized for sized in longer if sized.steps.max_q_len > most)), other)
+    return KernelByTokens((*short, *(sized for sized in longer if sized.steps.max_q_len > served)), other)

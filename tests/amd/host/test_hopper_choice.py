@@ -319,7 +319,7 @@ def of_dim(dim: int, **more: Any) -> dict[str, Any]:
         (of_dim(72, page_size=2), 512),
         (of_dim(96, num_kv_heads=32), 512),
         (of_dim(192, num_kv_heads=1), 512),
-        ({"window_left": 511}, 256),
+        ({"window_left": 511}, 384),
     ],
     ids=str,
 )
@@ -340,6 +340,22 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
         assert kernel.of_shape(longer) == extend.of_shape(replace(longer, kind=StepKind.EXTEND))
     bounds = [sized.steps.max_q_len for sized in kernel.short]
     assert bounds == sorted(bounds)
+
+
+def test_whole_rows_of_wide_heads_have_a_compute_unit_each() -> None:
+    """More would run in turns, and each loads its keys again."""
+    kernel, units = prefill_of(of_dim(256)), on(TRITONS[0]).compute_units
+    most = units * 32 // LAYER.num_q_heads
+    for num_tokens, served in ((most, TritonExtend), (most + 1, HopperExtend)):
+        assert type(kernel.of_shape(PaddedShape(StepKind.PREFILL, 1, num_tokens))) is served
+    assert type(kernel.of_shape(prompts(64, 2))) is TritonExtend, "blocks of more rows would be half empty"
+
+
+@pytest.mark.parametrize(("window_left", "many"), [(-1, 3), (511, 2)])
+def test_in_windows_more_rows_than_run_at_once_have_fewer_loads_in_flight(window_left: int, many: int) -> None:
+    kernel = prefill_of(of_dim(64, window_left=window_left))
+    served: list[Any] = [kernel.of_shape(prompts(num_seqs, 100)) for num_seqs in (1, 64)]
+    assert [each.tiles.num_stages for each in served] == [3, many]
 
 
 @pytest.mark.parametrize("more", [{"logits_soft_cap": 30.0}, {"window_left": 126}], ids=str)
@@ -365,11 +381,21 @@ def test_a_step_of_new_prompts_is_planned_for_their_kernel_and_others_are_not() 
 
 
 @pytest.mark.parametrize(
-    ("arch", "window_left", "shares"), [("sm_90", 510, False), ("sm_90", 512, True), ("gfx942", 127, True)]
+    ("arch", "dim", "window_left", "shares"),
+    [
+        ("sm_90", 128, 510, False),
+        ("sm_90", 128, 512, True),
+        ("sm_90", 136, 254, False),
+        ("sm_90", 136, 256, True),
+        ("gfx942", 128, 127, True),
+    ],
 )
 @pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
-def test_rows_of_short_windows_are_not_shared_out(arch: str, window_left: int, shares: bool, kind: StepKind) -> None:
-    bound: Any = chosen(replace(LAYER, window_left=window_left), known_target(arch)).kernel(kind).bound
+def test_rows_of_short_windows_are_not_shared_out(
+    arch: str, dim: int, window_left: int, shares: bool, kind: StepKind
+) -> None:
+    layer = replace(LAYER, **of_dim(dim, window_left=window_left))
+    bound: Any = chosen(layer, known_target(arch)).kernel(kind).bound
     if kind is StepKind.MIXED:
         bound = getattr(bound, "in_turn", bound).extend
     assert {kernel.cut.sharing.programs > 0 for kernel in kernels_by_tokens(bound)} == {shares}

@@ -57,6 +57,7 @@ def serve_prompts(teller: Teller, problem: Problem, q_len: Sequence[int]) -> Non
         (16, torch.bfloat16, (6, 2), 80, False, 64),
         (16, torch.bfloat16, (32, 8), 128, False, 128),
         (8, torch.float16, (4, 4), 192, False, 64),
+        (16, torch.bfloat16, (2, 1), 256, False, 32),
     ],
 )
 def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_are(
@@ -99,9 +100,9 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
 
 @pytest.mark.parametrize("window_left", [127, 600])
 def test_prompts_of_layers_with_windows_equal_the_reference(window_left: int, device: torch.device) -> None:
-    """Prompts of few tokens, and of more than the window has keys."""
+    """Prompts of few tokens, of as many as fill the GPU, and of more than the window has keys."""
     problem = small_problem(16, torch.bfloat16, head_dim=64, v_head_dim=64, window_left=window_left)
     assert StepKind.PREFILL in select(problem, detect_target(device), "triton").kernels
     teller = teller_of(problem, device)
-    for q_len in ([3], [64], [2, 41, 200], [500, 100, 1000]):
+    for q_len in ([3], [64], [2, 41, 200], [300] * 6, [500, 100, 1000]):
         serve_prompts(teller, problem, q_len)

@@ -94,6 +94,7 @@ def test_by_number_changes_nothing_on_amd() -> None:
         ((12, 12), 96, 16),
         ((32, 32), 128, 16),
         ((8, 1), 192, 1),
+        ((16, 8), 256, 16),
     ],
 )
 def test_tiles_of_short_prefills_are_launched_once_and_early_and_spill_hardly_anything(

@@ -327,6 +327,10 @@ def _bind_hopper_segments(problem: Problem, target: Target, pool: PoolSize, min_
     return triton_segments.extend_by_tokens(problem, target, min_q_len, hopper)
 
 
+def _bind_hopper_segment_prompts(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    return triton_segments.bind_prompts(problem, target, _bind_hopper_segments(problem, target, pool))
+
+
 def _bind_hopper_segment_ranges(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     """Like `_bind_ranges_hopper`, but deterministic."""
     few = triton_segments.masked_extend(problem, target, min_q_len)
@@ -409,6 +413,13 @@ TRITON = Provider(
             "hopper_segment_extend", StepKind.EXTEND, triton_hopper.SEGMENT_LIMITS, _bind_hopper_segments
         ),
         deterministic_entry("segment_extend", StepKind.EXTEND, _LIMITS, triton_segments.bind_extend),
+        deterministic_entry(
+            "hopper_segment_prefill",
+            StepKind.PREFILL,
+            # No wider than those of hopper_prefill, or it would serve steps that need not be deterministic.
+            triton_prefill.limits_of_prompts(triton_hopper.SEGMENT_LIMITS),
+            _bind_hopper_segment_prompts,
+        ),
         _mixed_entry(
             "hopper_segment_extend+decode",
             triton_hopper.SEGMENT_LIMITS,

@@ -30,6 +30,8 @@ from rocm_attn.providers.triton_later import triton_launches
 # does not. tests/amd/offline/test_unwritten_registers.py compiles these, and others without it.
 _NARROW_BLOCKS = (16, 32)
 RIGHT_TRITON = (3, 9)
+# Mean new tokens of a step of new prompts, at most, whose rows are whole: these have few segments.
+_MOST_OF_PROMPTS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,18 @@ def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: 
         for each in tiles.of_short_steps(problem.gqa_ratio)
     )
     return KernelByTokens(short, other) if short else other
+
+
+def bind_prompts(problem: Problem, target: Target, extend: BoundKernel) -> KernelByTokens:
+    """Whole rows of this provider's kernel for steps of short new prompts alone, else extend. Raises NoTiles.
+
+    extend: serves any step
+    """
+    tiles = _tiles(problem, target)
+    *_, few = tiles, *tiles.of_short_steps(problem.gqa_ratio)
+    short = SizedKernel(ServedSteps(_MOST_OF_PROMPTS), _extend_in(few, problem))
+    longer, other = (extend.short, extend.other) if isinstance(extend, KernelByTokens) else ((), extend)
+    return KernelByTokens((short, *(sized for sized in longer if sized.steps.max_q_len > _MOST_OF_PROMPTS)), other)
 
 
 def bind_masked(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> Ranged:

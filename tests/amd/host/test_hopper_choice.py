@@ -27,6 +27,7 @@ from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton import TritonExtend
 from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS, HopperExtend
+from rocm_attn.providers.triton_segments import SegmentExtend
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.prepared import works_by_launches
@@ -356,6 +357,17 @@ def test_in_windows_more_rows_than_run_at_once_have_fewer_loads_in_flight(window
     kernel = prefill_of(of_dim(64, window_left=window_left))
     served: list[Any] = [kernel.of_shape(prompts(num_seqs, 100)) for num_seqs in (1, 64)]
     assert [each.tiles.num_stages for each in served] == [3, many]
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_short_deterministic_prefills_are_served_by_whole_rows_too(dim: int) -> None:
+    prefill = chosen(replace(LAYER, **of_dim(dim)), on(TRITONS[0]), deterministic=True).kernel(StepKind.PREFILL)
+    assert prefill.entry.name == "triton.hopper_segment_prefill"
+    kernel: Any = prefill.bound
+    short = kernel.of_shape(prompts(3, 500))
+    assert isinstance(short, SegmentExtend)
+    assert short.cut.sharing.programs == 0
+    assert isinstance(kernel.of_shape(prompts(3, 600)), HopperExtend)
 
 
 @pytest.mark.parametrize("more", [{"logits_soft_cap": 30.0}, {"window_left": 126}], ids=str)

@@ -51,7 +51,9 @@ def run(options: argparse.Namespace) -> None:
         options.concurrency, options.vocabulary, options.seed, options.max_seconds, options.load_processes
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    key, energy = os.environ.get(KEY_VARIABLE, ""), {}
+    key, energy = os.environ.get(KEY_VARIABLE, "").strip(), {}
+    if not (key.isascii() and key.isprintable()):
+        raise BadSetting(f"{KEY_VARIABLE} holds a character that no header may have; give the key alone, or unset it")
     results: dict[str, ServingResult] = {}
     try:
         for name, url in servers.items():

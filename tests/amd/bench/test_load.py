@@ -179,6 +179,31 @@ def test_no_server_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (no_name.requests, no_name.num_failed) == (6, 6)
 
 
+@pytest.mark.parametrize("key", ["secret\r\nX-More: 1", "sécret", "a\x00b"])
+def test_a_key_that_no_header_may_hold_is_refused_and_not_printed(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a header of its own, and where urllib refused it, the key was in the sentence."""
+    (tmp_path / "trace.jsonl").write_text(TRACE.text())
+    monkeypatch.setattr(os, "environ", {**os.environ, "OPENAI_API_KEY": key})
+    arguments = ["--url", "http://127.0.0.1:1", "--trace", str(tmp_path / "trace.jsonl")]
+    assert main(["bench", "serve", *arguments]) == BAD_INPUT
+    sentence = "OPENAI_API_KEY holds a character that no header may have; give the key alone, or unset it"
+    assert capsys.readouterr().err == f"rocm-attn: {sentence}\n"
+
+
+def test_the_end_of_a_line_after_a_key_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended the head, and the server read a body without its last bytes."""
+    trace, server = tmp_path / "trace.jsonl", StandIn()
+    trace.write_text(TRACE.text())
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    with in_a_thread(server) as url:
+        assert main(["bench", "serve", "--url", url, "--model", "any", "--trace", str(trace)]) == DONE
+    assert set(server.keys) == {"bearer secret"}
+
+
 def test_a_server_of_something_else_is_bad_input() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-OpenSSH_9\r\n\r\n")

@@ -340,7 +340,7 @@ class ExternalAttention:
     def begin(self, step: ExternalStep) -> StepPlan:
         """Plans a step and publishes its lengths to the device. Call it outside of graphs.
 
-        It makes one launch, one more for each copied table, one for a mask of spans, and two for one of cells.
+        It makes one launch, one more for each copied table, one for a mask of spans, and three for one of cells.
         Raises BadBatch, NeverFits, WrongState, and what on_fault raises for an earlier step; no step is begun then.
         """
         require_kind("the step", step, ExternalStep, BadBatch)
@@ -355,8 +355,7 @@ class ExternalAttention:
                 if isinstance(step.mask, DeviceSpans):
                     self.ops.place_spans(step.mask.of_step, run.step.tensors)
                 elif isinstance(step.mask, BoolCells):
-                    # A sequence that check_pages turns into a pad keeps its cells: those of the next one follow.
-                    run.step.tensors.mask_start.fill_(run.plan.pads.kv_len).sub_(run.step.tensors.kv_len)
+                    run.note_given_lengths(step, self.tables.max_kv_len)
                 if tables.gathered_in_begin:
                     self._gather(tables.gathered_in_begin, run)
                     tables.note_copies()
@@ -394,8 +393,8 @@ class ExternalAttention:
                     chunk=table.chunk,
                 )
             if isinstance(mask, BoolCells):
-                # All keys have cells. A pad keeps the number that begin() has written.
-                run.step.tensors.mask_start.masked_fill_(run.step.tensors.kv_len != run.plan.pads.kv_len, 0)
+                # A sequence that was cut, or became a pad, keeps its cells: those of the next one follow.
+                torch.sub(run.step.tensors.kv_len, run.given_kv_len, out=run.step.tensors.mask_start)
             run.core.fill((run.step,), run.plan)
             if slots is not None:
                 _check_integers("slots", slots, self.device, 1)

@@ -25,3 +25,4 @@ UNSTORED_TOKEN = 4096  # a length that only the device knew left a gap after the
 PAGE_TAKEN = 8192  # a page that a row still names was written by way of another entry of the table
 WRONG_STATE = 16384  # a row has no state before a new token: not computed, of another request, or of tokens taken back
 WRONG_ENGINE_STATE = 32768  # an engine's slot of a state holds other tokens than the sequence has, or two have it
+SPANS_OVERLAP = 65536  # a token lies in two spans of its sequence: it was taken for one of a span that covers both

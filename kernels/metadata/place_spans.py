@@ -4,6 +4,7 @@
     span_begin, span_end there = the span [begin, end) of sequence i with begin <= position < end; 0 and 0 without one
     start[i]                   = kv_len[i]: no key has cells
 
+A token in several spans receives the first begin and the last end, and sets SPANS_OVERLAP in the step's error word.
 Tokens at or past num_tokens receive 0. A kernel does it, not a copy, for the reason in publish.py. It runs after
 publish and device_inputs, which write the lengths.
 """
@@ -16,13 +17,17 @@ from torch import Tensor
 
 from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
 
 _TOKENS = 64
 _SPANS = 64
 _SEQS = 256
 # Programs of a sequence, which take its tokens in turn.
 _SHARES = 4
+_ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
+_OVERLAP = tl.constexpr(error_word.SPANS_OVERLAP)
+_PAST_ALL_KEYS = tl.constexpr(ALL_KEYS)
 
 
 @at_any_alignment
@@ -60,7 +65,8 @@ def _place_spans_kernel(
     for at in range(share * TOKENS, new, SHARES * TOKENS):
         token = at + tl.arange(0, TOKENS)
         place = length - new + token
-        begin = tl.zeros([TOKENS], tl.int32)
+        found = tl.zeros([TOKENS], tl.int32)
+        begin = tl.full([TOKENS], _PAST_ALL_KEYS, tl.int32)
         end = tl.zeros([TOKENS], tl.int32)
         for number in range(0, num_spans, SPANS):
             span = spans + (number + lane) * 3
@@ -68,13 +74,16 @@ def _place_spans_kernel(
             is_span = is_span & (tl.load(span, mask=is_span, other=-1) == seq)
             its_begin = tl.load(span + 1, mask=is_span, other=0)[None, :]
             its_end = tl.load(span + 2, mask=is_span, other=0)[None, :]
-            # Spans do not overlap: a token lies in one of them at most.
             holds = is_span[None, :] & (its_begin <= place[:, None]) & (place[:, None] < its_end)
-            begin += tl.sum(tl.where(holds, its_begin, 0), 1)
-            end += tl.sum(tl.where(holds, its_end, 0), 1)
+            found += tl.sum(holds.to(tl.int32), 1)
+            begin = tl.minimum(begin, tl.min(tl.where(holds, its_begin, _PAST_ALL_KEYS), 1))
+            end = tl.maximum(end, tl.max(tl.where(holds, its_end, 0), 1))
+        begin = tl.where(found > 0, begin, 0)
         at_token = first_token + token
         live = at_token < num_tokens
         is_token = (token < new) & (at_token < num_tokens_padded)
+        error = counts + _ERROR_WORD + tl.zeros([TOKENS], tl.int32)
+        tl.atomic_or(error, _OVERLAP, mask=(found > 1) & is_token & live, sem="relaxed")
         tl.store(position_of_token + at_token, tl.where(live, tl.maximum(place, 0), 0), mask=is_token)
         tl.store(span_begin + at_token, tl.where(live, begin, 0), mask=is_token)
         tl.store(span_end + at_token, tl.where(live, end, 0), mask=is_token)
@@ -94,7 +103,8 @@ def launch_place_spans(spans: Tensor, to: StepTensors) -> None:
     """Writes a step's spans and positions.
 
     spans: int32 [n, 3], contiguous: sequence, begin, end; places in the sequence's KV, without overlaps
-    to:    counts, kv_len and q_len are read; mask_start, mask_positions, span_begin and span_end are written
+    to:    counts, kv_len and q_len are read; counts[3] receives an error bit; mask_start, mask_positions, span_begin
+           and span_end are written
     """
     num_seqs_padded = to.kv_len.shape[0]
     _place(

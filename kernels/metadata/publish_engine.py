@@ -5,19 +5,20 @@
     kv_len[i] = min(max(given_kv_len[i], 0), bound[i])
     new[i]    = 1 | given_q[i] | given_q[i + 1] - given_q[i]       by Q_EACH_ONE, Q_LENGTHS, Q_BOUNDARIES
     q_len[i]  = min(max(new[i], 0), max_q_len, T - q_len[0] - ... - q_len[i - 1]), and at most kv_len[i] if attention
-                is causal
+                is causal and the sequence has KV
 
 A sequence without KV is one of the engine's own pads if attention is causal or every sequence has one new token; it
 gets the values of padded entries, less the new tokens that others do not have. Live sequences come before pads. The
 step's counts end with the last live sequence, so the host need not know how many of an engine's entries are pads.
 
 A length that is cut, and fewer new tokens than min_q_len, set LENGTH_BEYOND_BOUND in the step's error word. So do
-boundaries that do not begin at 0, and new tokens of a sequence that is not live if a live one comes after it: the
-tokens of that one lie elsewhere in the engine's tensors. So does a sequence without a new token before one that has
-one, if the bounds say that each has one: kernels then take a token's number for its sequence's.
+boundaries that do not begin at 0, and new tokens of a sequence without KV if a live one comes after it. So does a
+sequence without a new token before one that has one, if the bounds say that each has one: kernels then take a token's
+number for its sequence's.
 
-A row outside of the table sets ROW_NOT_IN_TABLE: its sequence is taken for a pad. If two sequences with KV and new
-tokens have the same row, ROW_TWICE is set: each writes the step's number to the row's place and finds it there already.
+A row outside of the table sets ROW_NOT_IN_TABLE: its sequence is taken for a pad. A pad keeps the new tokens that it
+was given: those of later sequences lie after them in the engine's tensors. If two sequences with KV and new tokens have
+the same row, ROW_TWICE is set: each writes the step's number to the row's place and finds it there already.
 
 One program does it all: it alone knows the sums, and engines have some thousand sequences at most. The header of the
 slot and the echo of the step before: slot_layout.py, publish.py.
@@ -134,12 +135,12 @@ def _publish_engine_kernel(
         # `errors` reports every cut here and below, and left_out new tokens of a sequence without KV.
         kept = tl.minimum(tl.maximum(length, 0), tl.maximum(bound, 0))
         errors |= tl.where(in_table & (kept != length), _BEYOND_BOUND, 0)
-        new = tl.where(in_table, 1, 0).to(tl.int64)
+        new = tl.where(given, 1, 0).to(tl.int64)
         if Q_FORM == _Q_LENGTHS:
-            new = tl.load(given_q + seq.to(tl.int64) * q_stride, mask=in_table, other=0).to(tl.int64)
+            new = tl.load(given_q + seq.to(tl.int64) * q_stride, mask=given, other=0).to(tl.int64)
         if Q_FORM == _Q_BOUNDARIES:
-            begin = tl.load(given_q + seq.to(tl.int64) * q_stride, mask=in_table, other=0).to(tl.int64)
-            new = tl.load(given_q + (seq.to(tl.int64) + 1) * q_stride, mask=in_table, other=0).to(tl.int64) - begin
+            begin = tl.load(given_q + seq.to(tl.int64) * q_stride, mask=given, other=0).to(tl.int64)
+            new = tl.load(given_q + (seq.to(tl.int64) + 1) * q_stride, mask=given, other=0).to(tl.int64) - begin
         # Each at most T, so that the sum of some thousand fits.
         taken = tl.minimum(tl.maximum(new, 0), tl.minimum(max_q_len, num_tokens_padded))
         is_live = in_table & (kept > 0)
@@ -148,14 +149,13 @@ def _publish_engine_kernel(
             taken = tl.where(given, 1, 0).to(tl.int64)
         else:
             if CAUSAL:
-                taken = tl.minimum(taken, kept)
+                taken = tl.where(is_live, tl.minimum(taken, kept), taken)
             else:
                 is_live = in_table & ((kept > 0) | (taken > 0))
         room = num_tokens_padded - tokens_before - (tl.cumsum(taken, 0) - taken)
         taken = tl.minimum(taken, tl.maximum(room, 0))
         few = (taken > 0) & (taken < min_q_len)
         errors |= tl.where(is_live & ((taken != new) | few), _BEYOND_BOUND, 0)
-        # Left out, its tokens lie between those of others in the engine's tensors.
         left_out = tl.minimum(left_out, tl.where(in_table & ~is_live & (new != 0), seq, num_seqs_padded))
         if HAS_ROWS:
             stores = (kept > 0) & (taken > 0)  # without KV, nothing has a place to be stored at
@@ -164,7 +164,7 @@ def _publish_engine_kernel(
             errors |= tl.where(stores & (found == step), _ROW_TWICE, 0)
         num_live = tl.maximum(num_live, tl.max(tl.where(is_live, seq + 1, 0), 0))
         token_end = tokens_before + tl.cumsum(taken, 0)
-        moved |= tl.where((taken > 0) & (token_end != seq + 1), _BEYOND_BOUND, 0)
+        moved |= tl.where(is_live & (taken > 0) & (token_end != seq + 1), _BEYOND_BOUND, 0)
         live_tokens = tl.maximum(live_tokens, tl.max(tl.where(is_live, token_end, 0), 0))
         tokens_before += tl.sum(taken, 0)
         own_row = seq + 1 if GATHERED else row.to(tl.int32)

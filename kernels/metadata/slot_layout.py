@@ -23,9 +23,9 @@ UPDATE_WORDS = 3  # row, column, entry of a changed cell of the request table
 # Places in a slot; counts have the first three in the same places, and the error word in the fourth.
 NUM_SEQS, NUM_TOKENS, STEP, HAS_IDS = 0, 1, 2, 3
 STEP_BEFORE, ECHO, ECHOED_STEP, RUNS_BEFORE = 4, 5, 6, 7
-WRONG_STEP = 1 << 16  # the device's counts held another number than word 4
-NO_ECHO = 1 << 17  # the host's value of word 5: no kernel has read this slot
-TAKEN_BY_GRAPH = 1 << 18  # the same in a slot that no launch reads, but the kernel at the head of a step's graph
+WRONG_STEP = 1 << 28  # the device's counts held another number than word 4
+NO_ECHO = 1 << 29  # the host's value of word 5: no kernel has read this slot
+TAKEN_BY_GRAPH = 1 << 30  # the same in a slot that no launch reads, but the kernel at the head of a step's graph
 UNREAD = NO_ECHO | TAKEN_BY_GRAPH
 MOST_RUNS = 2**31 - 1  # word 7 goes round after it
 MOST_TAKEN = 1024  # padded sequences, and tokens, of a step that a graph takes: those of one program

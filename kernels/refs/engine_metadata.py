@@ -45,13 +45,13 @@ def publish_engine(
         pages = lists[row + 1].long() - lists[row].long()
         bound = bound.minimum(pages * bounds.page_size).clamp(min=0)
     kept = length.clamp(min=0).minimum(bound)
-    new = torch.where(in_table, _new_tokens(given, num_seqs), 0)
+    new = _new_tokens(given, num_seqs)
     taken = new.clamp(0, min(bounds.max_q_len, bounds.num_tokens))
     is_live = in_table & (kept > 0)
     if given.q_form == Q_EACH_ONE:
         taken = torch.ones_like(taken)
     elif bounds.causal:
-        taken = taken.minimum(kept)
+        taken = torch.where(is_live, taken.minimum(kept), taken)
     else:
         is_live = in_table & ((kept > 0) | (taken > 0))
     room = bounds.num_tokens - (taken.cumsum(0) - taken)
@@ -59,7 +59,7 @@ def publish_engine(
     few = (taken > 0) & (taken < bounds.min_q_len)
     cut = (in_table & ((kept != length) | (is_live & ((taken != new) | few)))).any()
     if bounds.min_q_len == bounds.max_q_len == 1:
-        cut |= ((taken > 0) & (taken.cumsum(0) != seq + 1)).any()
+        cut |= (is_live & (taken > 0) & (taken.cumsum(0) != seq + 1)).any()
     if given.q_form == Q_BOUNDARIES and num_seqs:
         assert given.q is not None
         cut |= given.q[0] != 0

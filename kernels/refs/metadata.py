@@ -14,6 +14,7 @@ from rocm_attn.kernels.metadata.error_word import (
     ERROR_WORD,
     LENGTH_BEYOND_BOUND,
     SHARED_TOKEN,
+    SPANS_OVERLAP,
     TOKEN_WITHOUT_PAGE,
     UNSTORED_TOKEN,
     WINDOW_WITHOUT_PAGE,
@@ -146,8 +147,12 @@ def place_spans(spans: Tensor, to: StepTensors) -> None:
     place = torch.where(live, to.kv_len[seq] - end[seq] + token, 0)
     to.mask_positions.copy_(place.clamp(min=0))
     holds = live & (spans[:, :1] == seq) & (spans[:, 1:2] <= place) & (place < spans[:, 2:])
-    to.span_begin.copy_(torch.where(holds, spans[:, 1:2], 0).sum(0))
-    to.span_end.copy_(torch.where(holds, spans[:, 2:], 0).sum(0))
+    found = holds.sum(0)
+    none = token.new_full((1, len(token)), ALL_KEYS)
+    begin = torch.cat([torch.where(holds, spans[:, 1:2], ALL_KEYS), none]).amin(0)
+    to.span_begin.copy_(torch.where(found > 0, begin, 0))
+    to.span_end.copy_(torch.cat([torch.where(holds, spans[:, 2:], 0), 0 * none]).amax(0))
+    to.counts[ERROR_WORD].bitwise_or_((found > 1).any().to(torch.int32) * SPANS_OVERLAP)
 
 
 def visible_ranges(step: StepTensors, visibility: Visibility) -> tuple[Tensor, Tensor]:

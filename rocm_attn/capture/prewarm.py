@@ -30,6 +30,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.kernels.sampling import parameter_columns as columns
 from rocm_attn.kernels.speculative.arguments import Accepted
+from rocm_attn.machine.settings import interprets_kernels
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.index_spaces import num_pages as pages_of
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, SLOTS_OF_ROW, RecurrentLayers, slot_bytes
@@ -96,7 +97,7 @@ def prewarm(
     progress: called before each step and at the end
     Raises what build_runtime raises; BadSetting under Triton's interpreter.
     """
-    if target.is_gpu and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    if target.is_gpu and interprets_kernels(os.environ):
         raise BadSetting("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     started = time.perf_counter()
     runtime = _runtime_of_kinds(problems, target, options, recurrent, device)

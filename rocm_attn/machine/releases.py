@@ -112,9 +112,12 @@ class Releases:
     switches: tuple[str, ...] = ()
 
     def is_on(self, switch: str) -> bool:
-        """True if the environment sets a switch to something else than 0."""
+        """True if the environment sets a switch to a whole number that is not 0: AITER reads no other word as on."""
         settings = dict(each.split("=", 1) for each in self.switches)
-        return settings.get(switch, "0") not in ("", "0")
+        try:
+            return int(settings.get(switch, "0")) != 0
+        except ValueError:
+            return False
 
 
 NOT_KNOWN = Releases()

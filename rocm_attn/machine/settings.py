@@ -228,6 +228,11 @@ def _listed(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
     return tuple(entry for entry in map(str.strip, environment.get(variable, "").split(",")) if entry)
 
 
+def interprets_kernels(environment: Mapping[str, str]) -> bool:
+    """True if Triton interprets its kernels on the CPU, in a process with this environment; these are its own words."""
+    return environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
 def misspelt(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that are not read and look like one that is, with the name that was probably meant."""
     known = [variable.name for variable in VARIABLES]

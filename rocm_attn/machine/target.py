@@ -14,6 +14,7 @@ from rocm_attn.machine.aiter_marks import MARKS
 from rocm_attn.machine.devices import require_there
 from rocm_attn.machine.gpus import GPUS
 from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases, triton_version
+from rocm_attn.machine.settings import interprets_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def detect_target(device: torch.device) -> Target:
     """The target of a torch device. Asks the driver, so it is called once when a runtime is built."""
     if device.type == "cpu":
         # Triton reads the same variable when its kernels are imported.
-        return KNOWN_TARGETS["interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "cpu"]
+        return KNOWN_TARGETS["interpreter" if interprets_kernels(os.environ) else "cpu"]
     require_there(device)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:

@@ -21,6 +21,7 @@ from rocm_attn.kernels.metadata.error_word import (
     ROW_TWICE,
     SHARED_TOKEN,
     SLOT_NOT_IN_TABLE,
+    SPANS_OVERLAP,
     TOKEN_WITHOUT_PAGE,
     TOO_FEW_GIVEN,
     UNSTORED_TOKEN,
@@ -66,6 +67,8 @@ _WHAT = {
     "other; give each sequence of a step its own row",
     BAD_PARENT: "the parent of a new draft is not an earlier node of its tree, or in a round of drafts not a branch of "
     "the step before; the draft was treated as one without a parent; look for the code that chose the parents",
+    SPANS_OVERLAP: "two spans of a sequence share a new token, which saw both; the other tokens of each saw one; give "
+    "spans without overlaps, or one that covers both",
     UNSTORED_TOKEN: "lengths on the device let a step begin after the tokens that its row has stored; it was moved "
     "to the first token after them; look for code that wrote the lengths, or call mark_stored() for "
     "tokens that were stored in another way",

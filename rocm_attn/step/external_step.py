@@ -103,9 +103,9 @@ class DeviceSpans:
     freed page is not detected. begin() reads the spans on the current stream, also for a captured step.
 
     of_step: int32 [n, 3], contiguous, on the device: sequence of the step, kv_index of the span's first token, one past
-             that of its last; without overlaps. A row with a sequence that is not in the step is ignored. A span may
-             begin before the new tokens of its sequence, if the earlier ones have seen all of it. Its end is clipped to
-             that of the sequence
+             that of its last. A row with a sequence that is not in the step is ignored. A span may begin before the
+             new tokens of its sequence, if the earlier ones have seen all of it. Its end is clipped to that of the
+             sequence. Two spans with a new token in common are reported as a fault: that token sees both
     """
 
     of_step: Tensor

@@ -154,9 +154,13 @@ async def send_all(
     options: LoadOptions,
     begin: float,
 ) -> list[RequestRecord]:
-    """Sends each request when it arrives after `begin`, a time of time.perf_counter(), and waits for all of them."""
+    """Sends each request when it arrives after `begin`, a time of time.perf_counter(), and waits for all of them.
+
+    If its task is cancelled, it gives up the requests in flight and returns what came until then.
+    """
     room = asyncio.Semaphore(options.concurrency)
     outcomes: list[RequestRecord] = []
+    given_up: list[RequestRecord] = []
 
     async def one(request: TracedRequest, sending: Sending) -> None:
         await asyncio.sleep(max(0.0, begin + request.arrival_s - time.perf_counter()))
@@ -165,23 +169,27 @@ async def send_all(
             outcomes.append(outcome)
             try:
                 await sending(outcome)
-            except asyncio.CancelledError:
-                outcome.failure = outcome.failure or f"not done within {options.max_seconds:g} s"
+            except BaseException:
+                given_up.append(outcome)
                 raise
             finally:
                 outcome.ended = time.perf_counter()
 
     tasks = [asyncio.ensure_future(one(*each)) for each in zip(requests, sendings, strict=True)]
-    done, late = await asyncio.wait(tasks, timeout=options.max_seconds)
+    until = f"within {options.max_seconds:g} s"
+    try:
+        done, late = await asyncio.wait(tasks, timeout=options.max_seconds)
+        for task in done:
+            task.result()
+    except asyncio.CancelledError:
+        late, until = set(tasks), "before the interrupt"
     for task in late:
         task.cancel()
     await asyncio.gather(*late, return_exceptions=True)
-    for task in done:
-        task.result()
-    never_sent = len(tasks) - len(outcomes)
-    for _ in range(never_sent):
-        outcomes.append(RequestRecord(time.perf_counter(), failure=f"not sent within {options.max_seconds:g} s"))
-    return outcomes
+    for outcome in given_up:
+        outcome.failure = outcome.failure or f"not done {until}"
+    never_sent, now = len(tasks) - len(outcomes), time.perf_counter()
+    return outcomes + [RequestRecord(now, ended=now, failure=f"not sent {until}") for _ in range(never_sent)]
 
 
 def result_of(trace: RequestTrace, outcomes: Sequence[RequestRecord], seconds: float, joules: float) -> ServingResult:

@@ -6,13 +6,15 @@ import argparse
 import asyncio
 import importlib
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
+from types import FrameType
 from urllib.parse import urlsplit
 
 import torch
 
-from rocm_attn.cli.signals import sigterm_interrupts
+from rocm_attn.cli.signals import signals_to
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.machine.whole_files import require_place
 from rocm_lab.bench.energy import EnergyMeter, meter_of
@@ -49,7 +51,10 @@ def run(options: argparse.Namespace) -> None:
         options.concurrency, options.vocabulary, options.seed, options.max_seconds, options.load_processes
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    key, results, energy = os.environ.get(KEY_VARIABLE, ""), {}, {}
+    key, energy = os.environ.get(KEY_VARIABLE, "").strip(), {}
+    if not (key.isascii() and key.isprintable()):
+        raise BadSetting(f"{KEY_VARIABLE} holds a character that no header may have; give the key alone, or unset it")
+    results: dict[str, ServingResult] = {}
     try:
         for name, url in servers.items():
             # The server runs on this machine only if its name says so.
@@ -57,12 +62,22 @@ def run(options: argparse.Namespace) -> None:
             elsewhere = EnergyMeter(lambda: float("nan"), "", "the server is on another machine")
             meter = meter_of(device) if local else elsewhere
             energy[name] = meter.why_not or meter.source
-            with sigterm_interrupts():
-                results[name] = asyncio.run(run_load(url, options.model, key, trace, how, meter))
-    finally:  # earlier servers' results are kept at Ctrl-C, or if a later server is not there
+            with signals_to(_interrupt, signal.SIGINT, signal.SIGTERM):
+                asyncio.run(_keep(results, name, run_load(url, options.model, key, trace, how, meter)))
+    finally:  # what came so far is kept at Ctrl-C, and earlier servers' results if a later server is not there
         if results:
             _show(options, results, device, energy)
     _require_answers(results)
+
+
+async def _keep(results: dict[str, ServingResult], name: str, load: Awaitable[ServingResult]) -> None:
+    """Keeps a server's result, also that of a load which asyncio.run cancels because of an interrupt."""
+    results[name] = await load
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt. In place of Python's own handler of SIGINT, asyncio.run would put another one."""
+    raise KeyboardInterrupt
 
 
 def _named(word: str) -> tuple[str, str]:

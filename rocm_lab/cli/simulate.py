@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from rocm_attn.cli.signals import sigterm_interrupts
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_lab.races.watch import RaceWatch
 from rocm_lab.simulator.launcher import ARCHS, simulated, watched
 from rocm_lab.simulator.report import KernelReport, reports_of
+
+_INTERRUPTED = "interrupted"
 
 
 class SimulationFailed(RocmAttnError):
@@ -27,7 +30,7 @@ class SimulationFailed(RocmAttnError):
 class ScriptRun:
     """A script that was run.
 
-    error:   what ended it early, as a line; empty if nothing did
+    error:   what ended it early, as a line, or that it launched no kernel; empty if it ended well
     seconds: that it took, compiling included
     reports: of the kernels that it launched
     """
@@ -39,17 +42,16 @@ class ScriptRun:
 
     @property
     def passed(self) -> bool:
-        """True if nothing ended it, a kernel was launched, and no check found a fault."""
-        return not self.error and bool(self.reports) and not any(report.faults for report in self.reports)
+        """True if nothing ended it, and no check found a fault."""
+        return not self.error and not any(report.faults for report in self.reports)
 
     def lines(self) -> list[str]:
         """Lines for people."""
         executed = sum(report.instructions for report in self.reports)
-        idle = "it launched no kernel; launch one as on a GPU, on tensors of the CPU"
-        end = self.error or ("it ended well" if self.reports else idle)
         return [
             *(line for report in self.reports for line in report.lines()),
-            f"{self.arch}: {executed} instructions in {self.seconds:.1f} s with compiling; {end}",
+            f"{self.arch}: {executed} instructions in {self.seconds:.1f} s with compiling; "
+            + (self.error or "it ended well"),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -64,15 +66,22 @@ class ScriptRun:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints what the script's kernels took. Raises SimulationFailed after that, BadSetting for a missing file."""
+    """Prints what the script's kernels took, so far at Ctrl-C. Raises SimulationFailed after that, and BadSetting."""
     path = Path(options.script)
     if not path.is_file():
         raise BadSetting(f"{path} is no file; give a Python script that launches Triton kernels on tensors of the CPU")
-    runs = [run_script(path, arch) for arch in ((options.arch,) if options.arch else ARCHS)]
+    runs: list[ScriptRun] = []
+    with sigterm_interrupts():
+        for arch in (options.arch,) if options.arch else ARCHS:
+            runs.append(run_script(path, arch))
+            if runs[-1].error == _INTERRUPTED:
+                break
     if options.json:
         print(json.dumps({"script": str(path), "runs": [each.as_json() for each in runs]}, indent=2))
     else:
         print("\n".join(line for each in runs for line in each.lines()))
+    if runs[-1].error == _INTERRUPTED:
+        raise KeyboardInterrupt
     failed = [each.arch for each in runs if not each.passed]
     if failed:
         raise SimulationFailed(f"{path} did not pass on {' and '.join(failed)}")
@@ -92,6 +101,10 @@ def run_script(path: Path, arch: str) -> ScriptRun:
             runpy.run_path(str(path), run_name="__main__")
         except SystemExit as ended:
             error = "" if ended.code in (None, 0) else f"SystemExit: {ended.code}"
+        except KeyboardInterrupt:
+            error = _INTERRUPTED
         except Exception as caught:  # any exception is the script's result; the other arch still runs
             error = f"{type(caught).__name__}: {str(caught).partition(chr(10))[0]}"
-    return ScriptRun(arch, error, time.monotonic() - started, reports_of(simulation.launches, watch.races))
+    reports = reports_of(simulation.launches, watch.races)
+    idle = "" if reports else "it launched no kernel; launch one as on a GPU, on tensors of the CPU"
+    return ScriptRun(arch, error or idle, time.monotonic() - started, reports)

@@ -23,6 +23,7 @@ from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.kernels.compile_only import AbsentDriver, activated, listening
 from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.machine.absent_gpu import absent_gpu
+from rocm_attn.machine.settings import interprets_kernels
 from rocm_attn.machine.target import known_target
 from rocm_lab.simulator.assembly import Argument, parse_assembly
 from rocm_lab.simulator.core import LANES, POISON
@@ -127,7 +128,7 @@ def simulated(arch: str, *, poison: int = POISON) -> Iterator[Simulation]:
     """
     if arch not in ARCHS:
         raise BadSetting(f"arch {arch!r} is not simulated; choose {' or '.join(ARCHS)}")
-    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+    if interprets_kernels(os.environ):
         raise BadSetting("TRITON_INTERPRET=1 replaces the compiler, whose code is simulated; use a process without it")
     gpu = absent_gpu(known_target(arch))
     driver = AbsentDriver(gpu, device_id=_FIRST_DEVICE_ID + ARCHS.index(arch), launcher=_launcher)

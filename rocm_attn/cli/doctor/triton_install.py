@@ -5,6 +5,7 @@ from __future__ import annotations
 from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, TritonBuild, release_of
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
+from rocm_attn.machine.settings import interprets_kernels
 
 _OLDEST = (3, 6)
 _COMES_WITH_TORCH = "install the Triton that your torch requires; torch for ROCm brings its own"
@@ -48,9 +49,9 @@ def _copies(machine: Machine) -> Diagnosis:
 
 @machine_check("triton-interpreter", "are kernels compiled?", "this project's tests")
 def _interpreter(machine: Machine) -> Diagnosis:
-    value = machine.environment.get("TRITON_INTERPRET", "0")
-    if value in ("", "0"):
+    if not interprets_kernels(machine.environment):
         return ok("Triton compiles its kernels")
+    value = machine.environment["TRITON_INTERPRET"]
     if not machine.has_gpu:
         return skipped(f"TRITON_INTERPRET={value}: kernels are interpreted, as the tests on a CPU need")
     return problem(

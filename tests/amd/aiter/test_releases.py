@@ -211,8 +211,9 @@ def test_opus_is_refused_without_the_switch_that_avoids_it() -> None:
         for served in (with_switch(target, "AITER_DISABLE_FMHA_OPUS=1"), on("gfx942", aiter=aiter)):
             assert refusals(*prefill, problem, served) == ()
         assert refusals(*prefill, replace(problem, wants_lse=True), target) == ()
-    off = with_switch(on("gfx950", aiter="0.1.20"), "AITER_DISABLE_FMHA_OPUS=0")
-    (reason,) = refusals(*prefill, problem, off)
+    for value in ("0", "00", "", "true"):  # AITER reads a number, and no word turns its kernel off
+        off = with_switch(on("gfx950", aiter="0.1.20"), f"AITER_DISABLE_FMHA_OPUS={value}")
+        (reason,) = refusals(*prefill, problem, off)
     assert "may end in a TypeError; AITER_DISABLE_FMHA_OPUS=1 avoids it (AITER from 0.1.18 and before 0.1.21" in reason
     assert refusals(*prefill, problem, known_target("gfx950")) == (), "the image has the fix"
 

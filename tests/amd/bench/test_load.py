@@ -3,11 +3,15 @@
 import asyncio
 import json
 import math
+import os
+import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +179,31 @@ def test_no_server_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (no_name.requests, no_name.num_failed) == (6, 6)
 
 
+@pytest.mark.parametrize("key", ["secret\r\nX-More: 1", "sécret", "a\x00b"])
+def test_a_key_that_no_header_may_hold_is_refused_and_not_printed(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a header of its own, and where urllib refused it, the key was in the sentence."""
+    (tmp_path / "trace.jsonl").write_text(TRACE.text())
+    monkeypatch.setattr(os, "environ", {**os.environ, "OPENAI_API_KEY": key})
+    arguments = ["--url", "http://127.0.0.1:1", "--trace", str(tmp_path / "trace.jsonl")]
+    assert main(["bench", "serve", *arguments]) == BAD_INPUT
+    sentence = "OPENAI_API_KEY holds a character that no header may have; give the key alone, or unset it"
+    assert capsys.readouterr().err == f"rocm-attn: {sentence}\n"
+
+
+def test_the_end_of_a_line_after_a_key_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended the head, and the server read a body without its last bytes."""
+    trace, server = tmp_path / "trace.jsonl", StandIn()
+    trace.write_text(TRACE.text())
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
+    with in_a_thread(server) as url:
+        assert main(["bench", "serve", "--url", url, "--model", "any", "--trace", str(trace)]) == DONE
+    assert set(server.keys) == {"bearer secret"}
+
+
 def test_a_server_of_something_else_is_bad_input() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-OpenSSH_9\r\n\r\n")
@@ -202,6 +231,8 @@ def in_a_thread(server: StandIn) -> Iterator[str]:
         async with server.running():
             started.set()
             await ending.wait()
+        stalled = [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and task.cancel()]
+        await asyncio.gather(*stalled, return_exceptions=True)
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
@@ -247,6 +278,44 @@ def test_servers_that_were_measured_before_one_could_not_be_are_kept(
         servers = ["--url", f"one={url}", "--url", "two=http://127.0.0.1:2"]
         assert main(["bench", "serve", *servers, "--trace", str(trace), "--out", str(out)]) == code
     assert [row["target"] for row in json.loads(out.read_text())["rows"]] == ["one"]
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_what_came_before_an_interrupt_is_written(
+    by: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour of one server's answers was lost."""
+    trace, out, server = tmp_path / "trace.jsonl", tmp_path / "out.json", StandIn(stalls={4})
+    trace.write_text(TRACE.text())
+    meter = EnergyMeter(lambda: float(len(server.bodies)), "", "counts")
+    monkeypatch.setattr(bench_serve, "meter_of", lambda device: meter)
+
+    def interrupt() -> None:
+        while not server.at_once or len(server.bodies) < 5:
+            time.sleep(0.01)
+        os.kill(os.getpid(), by)
+
+    with in_a_thread(server) as url:
+        press = threading.Thread(target=interrupt)
+        press.start()
+        servers = ["--url", f"one={url}", "--url", "never=http://127.0.0.1:1"]
+        arguments = [*servers, "--concurrency", "1", "--trace", str(trace), "--out", str(out)]
+        assert main(["bench", "serve", *arguments]) == INTERRUPTED
+        press.join()
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["target"], row["whole"]["count"], row["output_tokens"]) == ("one", 4, 12)
+    assert row["failures"] == {"not done before the interrupt": 1, "not sent before the interrupt": 1}
+    assert 0 < row["seconds"] < 60
+    assert "4 of 6 requests" in capsys.readouterr().out
+
+
+def test_a_load_whose_requests_come_too_late_takes_no_time_below_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that were not sent had ended at 0 on the clock, before the load began."""
+    later = RequestTrace(tuple(replace(request, arrival_s=1000.0) for request in TRACE.requests))
+    monkeypatch.setitem(globals(), "TRACE", later)
+    result = put(StandIn(), LoadOptions(max_seconds=0.01))
+    assert result.failures == {"not sent within 0.01 s": 6}
+    assert 0 < result.seconds < 60
 
 
 @pytest.mark.parametrize(

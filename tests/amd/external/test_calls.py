@@ -220,6 +220,21 @@ def test_a_span_over_a_page_that_was_given_back_is_reported_if_it_passes_the_win
         filled.attention.check_device()
 
 
+@pytest.mark.fast(interpreted=1)
+def test_spans_that_share_tokens_are_reported(device: torch.device, provider: str) -> None:
+    """The shared tokens see both, and no other sequence is harmed. Their sum lay after both, so they saw neither."""
+    filled = Filled(device, provider, custom_mask=True)
+    q_len, q = [3, 10, 5, 1], filled.rows(19, Q_HEADS, DIM)
+    spans = [(1, 23, 29), (1, 27, 32)]
+    mask = DeviceSpans(torch.tensor(spans, dtype=torch.int32, device=device))
+    found, shown = filled.attend(q_len, filled.step(q_len, mask=mask), q), filled.cells(q_len, partial(near, 64, 0))
+    for _, begin, end in spans:
+        shown[1][begin - 23 : end - 23, begin:end] = True
+    filled.assert_right(q_len, found, q, shown=shown)
+    with pytest.raises(DeviceFault, match="two spans of a sequence share a new token"):
+        filled.attention.check_device()
+
+
 def test_spans_of_another_form_are_refused_in_words() -> None:
     with pytest.raises(BadTensor, match="must be contiguous int32"):
         DeviceSpans(torch.zeros(4, 3))

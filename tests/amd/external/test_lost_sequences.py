@@ -1,4 +1,8 @@
-"""A sequence whose page does not exist becomes padding, and harms no other one."""
+"""A sequence without its page, row or KV becomes padding, and harms no other one."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -8,8 +12,9 @@ from torch import Tensor
 from rocm_attn.errors import (
     DeviceFault,
 )
-from rocm_attn.paging.adopted import TableSource
+from rocm_attn.paging.adopted import CsrSource, TableSource
 from rocm_attn.step.external_step import (
+    NO_CELLS,
     BoolCells,
     ExternalStep,
 )
@@ -34,6 +39,49 @@ def test_cells_of_a_sequence_whose_page_does_not_exist_stay_its_own(device: torc
     filled.attention.layers.attend(0, q, *found)
     filled.assert_right(q_len, found, q, shown=shown)
     with pytest.raises(DeviceFault, match="a page in the table"):
+        filled.attention.check_device()
+
+
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("has_cells", [False, True])
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ("no row", "a row that was given lies outside of the table"),
+        ("no KV", "a length on the device was outside"),
+        ("short list", "a length on the device was outside"),
+    ],
+)
+def test_a_sequence_that_is_cut_or_left_out_moves_no_token_and_no_cell_of_others(
+    lie: str, why: str, has_cells: bool, device: torch.device, provider: str
+) -> None:
+    """Later sequences took its tokens, or its cells, for their own; a policy that only logs went on with their KV."""
+    filled = Filled(device, provider, custom_mask=True)
+    q_len, q = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM)
+    shown = filled.cells(q_len, partial(near, 64, 0))
+    if has_cells:
+        shown = [filled.random.random(each.shape) < 0.4 for each in shown]
+    cells = torch.from_numpy(np.concatenate([cell.reshape(-1) for cell in shown])).to(device)
+    mask = BoolCells(cells, torch.zeros(10, device=device).long()) if has_cells else NO_CELLS
+    kv_len, rows = list(filled.kv_len), [0, 1, 2, 3]
+    if lie == "no row":
+        rows[1] = 77
+    elif lie == "no KV":
+        kv_len[1] = 0
+        mask = replace(mask, cells=torch.cat([cells[:15], cells[147:]])) if isinstance(mask, BoolCells) else mask
+    else:
+        pages = [-(-length // PAGE) for length in kv_len]
+        pages[1] = 1
+        indices = np.concatenate([row[:count] for row, count in zip(filled.table, pages, strict=True)])
+        lists = CsrSource(torch.tensor([0, *accumulate(pages)], device=device), torch.from_numpy(indices).to(device))
+        filled.attention = filled.build(lists)
+    step = replace(filled.step(q_len, kv_len, mask=mask), rows=torch.tensor(rows, device=device))
+    found = filled.attend(q_len, step, q)
+    for of_step, nothing in zip(found, (0, -torch.inf), strict=True):
+        of_step[3:7] = nothing  # the sequence's own are not compared
+    shown[1] = np.zeros_like(shown[1])
+    filled.assert_right(q_len, found, q, shown=shown)
+    with pytest.raises(DeviceFault, match=why):
         filled.attention.check_device()
 
 

@@ -1,17 +1,20 @@
 """The installed Triton's version, under each name of its distribution, and layers that it compiles wrongly; AITER's."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from rocm_attn.cli.env import environment
 from rocm_attn.errors import Unsupported
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 from rocm_attn.machine.releases import UNKNOWN, Release, installed_releases, triton_version
-from rocm_attn.machine.target import Target, known_target
+from rocm_attn.machine.settings import interprets_kernels
+from rocm_attn.machine.target import Target, detect_target, known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 
@@ -68,3 +71,14 @@ def test_deterministic_kernels_that_ptxas_breaks(dims: tuple[int, int]) -> None:
     assert select(layer, _sm_90("3.6.0"), "triton").kernels
     for served in (dims[0], 64):
         assert select(replace(layer, v_head_dim=served), _sm_90("3.6.0"), "triton", deterministic=True).kernels
+
+
+@pytest.mark.parametrize(
+    "value", ["1", "true", "TRUE", "on", "Yes", "y", "0", "false", "off", "", " ", " 1", "2", "+1"]
+)
+def test_the_interpreter_is_on_where_triton_says_so(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four places read the variable, each in its own way: `false` was on for the doctor, and `true` off on a CPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    is_on = triton.knobs.runtime.interpret
+    assert interprets_kernels(os.environ) == is_on
+    assert detect_target(torch.device("cpu")).arch == ("interpreter" if is_on else "cpu")

@@ -132,9 +132,9 @@ def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
         is_row = 0 <= row < step.num_rows
         bound = min(step.kv_bound, step.row_pages[row] * 4) if step.row_pages and is_row else step.kv_bound
         kept = min(max(length, 0), bound) if is_row else 0
-        wanted = 1 if step.q_form == Q_EACH_ONE else new if is_row else 0
+        wanted = 1 if step.q_form == Q_EACH_ONE else new
         taken = min(max(wanted, 0), step.max_q_len, step.num_tokens_padded - tokens)
-        if step.q_form != Q_EACH_ONE and step.causal:
+        if step.q_form != Q_EACH_ONE and step.causal and kept > 0:
             taken = min(taken, kept)
         is_live = kept > 0 or (not step.causal and step.q_form != Q_EACH_ONE and is_row and wanted > 0)
         is_few = step.q_form != Q_EACH_ONE and 0 < taken < step.min_q_len

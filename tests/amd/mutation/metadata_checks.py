@@ -1,5 +1,6 @@
 """Checks of the masks of the kernels that make a step's tensors on the device."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -291,11 +292,17 @@ def draft_steps(memory: Memory) -> None:
 
 
 def place_spans(memory: Memory) -> None:
-    """Checks spans of three sequences and a pad: more than are read at once, and tokens past the padded ones."""
+    """Checks spans of three sequences and a pad: more than are read at once, and tokens past the padded ones.
+
+    Then spans that share tokens, within those read at once and across; then only tokens before the new ones, or pads.
+    """
     many = [(1, place, place + 1) for place in range(10, 80)]
-    spans = torch.tensor([(0, 7, 9), *many, (2, 0, 1), (2, 1, 3), (5, 0, 9)], dtype=torch.int32)
-    for num_tokens in (90, 40):
-        lengths = {"counts": ints([3, 78, 1, 0]), "kv_len": ints([9, 80, 4, 1]), "q_len": ints([3, 70, 4, 1])}
+    rest = [(2, 0, 1), (2, 1, 3), (5, 0, 9)]
+    cases = [[(0, 7, 9), *many, *rest], [(0, 6, 8), (0, 7, 9), *many, *rest], [(1, 30, 40), *many, (1, 35, 50)]]
+    cases += [[(0, 2, 9), (0, 1, 6), *many], [*many, (3, 0, 1), (3, -5, 9)]]
+    for num_tokens, case in itertools.product((90, 40), cases):
+        spans = torch.tensor(case, dtype=torch.int32)
+        lengths = {"counts": ints([3, 77, 1, 0]), "kv_len": ints([9, 80, 4, 1]), "q_len": ints([3, 70, 4, 1])}
         of_tokens = {name: garbage(num_tokens) for name in ("mask_positions", "span_begin", "span_end")}
         step = StepTensors.of(NOTHING, mask_start=garbage(4), **lengths, **of_tokens)
         assert_same(memory, launch_place_spans, twins.place_spans, spans, to=step)

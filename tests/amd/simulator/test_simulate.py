@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, main
 from rocm_attn.errors import BadTensor
 from rocm_lab.simulator import report
 from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
@@ -186,6 +186,34 @@ def test_a_script_that_does_not_pass_fails(tmp_path: Path, capsys: pytest.Captur
         assert "check.py did not pass on gfx942" in said.err
     assert main(["simulate", str(tmp_path / "none.py")]) == BAD_INPUT
     assert "is no file; give a Python script" in capsys.readouterr().err
+
+
+def test_a_script_without_a_kernel_says_so_to_programs_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error was empty, and the run had not passed."""
+    script = tmp_path / "check.py"
+    script.write_text("")
+    assert main(["simulate", str(script), "--json"]) == FAILED
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert all("it launched no kernel" in run["error"] and not run["passed"] for run in runs)
+
+
+@pytest.mark.parametrize("by", ["SIGINT", "SIGTERM"])
+def test_kernels_that_ran_before_an_interrupt_are_reported(
+    by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the arch before were lost too."""
+    script = tmp_path / "check.py"
+    second = f"""
+import os, signal
+if os.path.exists({str(tmp_path / "once")!r}):
+    os.kill(os.getpid(), signal.{by})
+open({str(tmp_path / "once")!r}, "w").close()
+"""
+    script.write_text(SCRIPT.replace("LIMIT", "n") + second)
+    assert main(["simulate", str(script), "--json"]) == INTERRUPTED
+    first, last = json.loads(capsys.readouterr().out)["runs"]
+    assert (first["arch"], first["passed"], len(first["kernels"])) == ("gfx942", True, 1)
+    assert (last["arch"], last["passed"], last["error"], len(last["kernels"])) == ("gfx950", False, "interrupted", 1)
 
 
 def test_code_with_a_missing_wait_fails(

@@ -6,6 +6,7 @@ part of a graph, so it depends on the padded shape alone: a step with a longer s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -102,6 +103,13 @@ class KernelByTokens:
 
     short: tuple[SizedKernel, ...]
     other: BoundKernel
+
+    @classmethod
+    def before(cls, short: Sequence[SizedKernel], kernel: BoundKernel) -> KernelByTokens:
+        """These kernels for their steps, else the kernel, which may itself be one by tokens."""
+        longer, other = (kernel.short, kernel.other) if isinstance(kernel, KernelByTokens) else ((), kernel)
+        served = max((steps.max_q_len for steps, _ in short if steps.max_tokens == ANY_TOKENS), default=0)
+        return cls((*short, *(sized for sized in longer if sized.steps.max_q_len > served)), other)
 
     @property
     def schedule(self) -> SchedulesByTokens:

@@ -128,6 +128,4 @@ def bind_prompts(
     short.append(SizedKernel(up_to(prompts.blocks_per_cu), few))
     if most_beyond:
         short.append(SizedKernel(ServedSteps(most_beyond), whole(rows[-1].tiles)))
-    served = max(steps.max_q_len for steps, _ in short if steps.max_tokens == ANY_TOKENS)
-    longer, other = (extend.short, extend.other) if isinstance(extend, KernelByTokens) else ((), extend)
-    return KernelByTokens((*short, *(sized for sized in longer if sized.steps.max_q_len > served)), other)
+    return KernelByTokens.before(short, extend)

@@ -15,7 +15,7 @@ from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.releases import UNKNOWN
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
+from rocm_attn.providers.by_tokens import ANY_TOKENS, KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.chunk_decode import of_chunks
 from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutSegmentDecode, MaskableExtend
@@ -30,8 +30,12 @@ from rocm_attn.providers.triton_later import triton_launches
 # does not. tests/amd/offline/test_unwritten_registers.py compiles these, and others without it.
 _NARROW_BLOCKS = (16, 32)
 RIGHT_TRITON = (3, 9)
-# Mean new tokens of a step of new prompts, at most, whose rows are whole: these have few segments.
+# Mean new tokens of a step of new prompts, at most, whose rows are whole. 32 x 8 heads of 128, and in extend steps, 1 x
+# 30: 4.6 and 11.6 us; 1 x 400: 14 and 19; 32 x 30: 15 and 22; 4 x 300: 25 and 32; 64 x 128: 110 and 120 (H200).
 _MOST_OF_PROMPTS = 512
+# Wider heads were not measured. More blocks than compute units take longer there if they need not be deterministic
+# (triton_prefill.py).
+_WIDE_HEADS = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +141,10 @@ def bind_prompts(problem: Problem, target: Target, extend: BoundKernel) -> Kerne
     """
     tiles = _tiles(problem, target)
     *_, few = tiles, *tiles.of_short_steps(problem.gqa_ratio)
-    short = SizedKernel(ServedSteps(_MOST_OF_PROMPTS), _extend_in(few, problem))
-    longer, other = (extend.short, extend.other) if isinstance(extend, KernelByTokens) else ((), extend)
-    return KernelByTokens((short, *(sized for sized in longer if sized.steps.max_q_len > _MOST_OF_PROMPTS)), other)
+    rows = few.extend.query_rows * target.compute_units
+    max_tokens = ANY_TOKENS if problem.head_dim <= _WIDE_HEADS else rows // problem.num_q_heads
+    short = SizedKernel(ServedSteps(_MOST_OF_PROMPTS, max_tokens=max_tokens), _extend_in(few, problem))
+    return KernelByTokens.before((short,), extend)
 
 
 def bind_masked(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> Ranged:

@@ -108,7 +108,8 @@ class KernelByTokens:
     def before(cls, short: Sequence[SizedKernel], kernel: BoundKernel) -> KernelByTokens:
         """These kernels for their steps, else the kernel, which may itself be one by tokens."""
         longer, other = (kernel.short, kernel.other) if isinstance(kernel, KernelByTokens) else ((), kernel)
-        served = max((steps.max_q_len for steps, _ in short if steps.max_tokens == ANY_TOKENS), default=0)
+        # All steps with up to this many new tokens of a sequence are served: nothing else bounds them.
+        served = max((steps.max_q_len for steps, _ in short if steps == ServedSteps(steps.max_q_len)), default=0)
         return cls((*short, *(sized for sized in longer if sized.steps.max_q_len > served)), other)
 
     @property

@@ -150,6 +150,7 @@ PLAN = ("capture-plan", "--max-batch-size", "4")
             "missing.jsonl cannot be read",
         ),
         (("replay-step", "{list}"), "its JSON is no object); give a file that --flight-record has written"),
+        (("replay-step", "{bare}"), "its JSON names no format); give a file that --flight-record has written"),
         (("replay-step", "/nowhere"), "No such file or directory); give a file that --flight-record has written"),
         (
             ("read-report", "{list}"),

@@ -66,7 +66,11 @@ class CommandParser(argparse.ArgumentParser):
             value = self._get_value(action, "--")
             self._check_value(action, value)
             return value
-        return super()._get_values(action, arg_strings)
+        value = super()._get_values(action, arg_strings)
+        # As of --out "$FILE" without FILE: the command would go on as if the option were not there.
+        if value == "" and action.option_strings and action.type is None and action.default is None:
+            raise argparse.ArgumentError(action, "it is empty; give a value, or leave the option out")
+        return value
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices: Sequence[Any] = () if action.choices is None else tuple(action.choices)

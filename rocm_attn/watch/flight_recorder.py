@@ -284,6 +284,8 @@ def read_dump(path: Path) -> FlightDump:
         content = json.loads(path.read_text())
         if not isinstance(content, dict):
             raise TypeError("its JSON is no object")
+        if "format" not in content:
+            raise TypeError("its JSON names no format")
         if content["format"] != _FORMAT:
             raise BadSetting(f"{path} is a dump of format {content['format']}; this version reads format {_FORMAT}")
         fields = {name: value for name, value in content.items() if name not in _FACTS_OF_THE_FILE}

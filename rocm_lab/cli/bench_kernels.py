@@ -83,8 +83,9 @@ def run(options: argparse.Namespace) -> None:
     # Earlier results are written after a fault of the device too, on which nothing runs then.
     except (RuntimeError, MemoryError, KeyboardInterrupt) as error:
         failure = error
-    result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
-    deliver(result, options.out, in_json=options.json)
+    if rows:  # no result takes the place of an earlier run's
+        result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
+        deliver(result, options.out, in_json=options.json)
     if isinstance(failure, KeyboardInterrupt):
         raise failure
     if failure is not None:
@@ -140,6 +141,8 @@ def _raise_for_wrong(rows: Sequence[ContestantResult]) -> None:
     if bad:
         more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise WrongResults(f"{bad[0]}{more}; wrong results were not timed")
+    if not rows:
+        raise WrongResults("no case was begun, and nothing is written; give more seconds as --max-seconds")
     if not any(row.samples.us for row in rows):
         reasons = "; ".join(dict.fromkeys(f"{row.provider}: {row.reason}" for row in rows))
         raise WrongResults(f"no provider serves any of the cases: {reasons}")

@@ -36,9 +36,12 @@ def run(options: argparse.Namespace) -> None:
     servers = dict(map(_named, options.url))
     if len(servers) < len(options.url):
         raise BadSetting("two --url have one name; give each its own, as in vllm=http://127.0.0.1:8000")
+    read_or_written = {Path(options.trace).resolve(): "--trace"}
     for flag, place in {"--out": options.out, "--picture": options.picture}.items():
         if place:
             require_place(Path(place), flag)
+            if (other := read_or_written.setdefault(Path(place).resolve(), flag)) != flag:
+                raise BadSetting(f"{flag} would overwrite the file of {other}, {place}; name another file")
     if options.picture:
         importlib.import_module("matplotlib")  # a picture is drawn last, and whether it can be is known now
         if Path(options.picture).suffix != ".png":

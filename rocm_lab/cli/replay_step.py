@@ -175,9 +175,9 @@ class _Replay:
         for out in self.outs:
             out.fill_(float("nan"))
         runner.run(self.batch, self.shape)
-        no_graph = runner.counters.graphs_off or (
-            "" if self.replayable else "steps of this kind and size are not captured"
-        )
+        few = "a step without sequences is captured with others alone"
+        why = few if self.replayable else "steps of this kind and size are not captured"
+        no_graph = "" if runner.graph_of_last else runner.counters.graphs_off or why
         return [self._result(kind, eager[kind], no_graph) for kind in range(len(self.outs))]
 
     def _forward(self, step: Part) -> Tensor:

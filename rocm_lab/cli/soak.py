@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.signals import sigterm_interrupts
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.machine import describe_machine
 from rocm_lab.soak.scenario import LONG_KV_LEN, SHORT_KV_LEN, Scenario
-from rocm_lab.soak.soak import Soak, SoakFailed, SoakFault
+from rocm_lab.soak.soak import Soak, SoakFailed, SoakFault, SoakInterrupted, SoakReport
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints a summary of the steps, or the finding. Raises SoakFailed at the first finding."""
+    """Prints a summary of the steps, so far after an interrupt, or the finding. Raises SoakFailed at the first one."""
     device = device_named(options.device)
     dtype_name = options.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     if options.speculative and options.deterministic:
@@ -36,13 +39,21 @@ def run(options: argparse.Namespace) -> None:
     )
     machine = describe_machine()  # before the soak: the checkout may move while it runs
     try:
-        report = soak.run(options.steps, lambda steps: say(f"{steps} steps"))
+        with sigterm_interrupts():
+            report = soak.run(options.steps, lambda steps: say(f"{steps} steps"))
+    except SoakInterrupted as interrupt:
+        _print(options, machine, interrupt.report)
+        raise
     except SoakFailed as failure:
         again = _command(options, failure.finding, device, dtype_name)
         if options.json:
             print(json.dumps({"finding": asdict(failure.finding), "again": again}))
         say(f"run it again with: {again}")
         raise
+    _print(options, machine, report)
+
+
+def _print(options: argparse.Namespace, machine: Mapping[str, Any], report: SoakReport) -> None:
     print(json.dumps({"machine": machine, "report": report.as_dict()}, indent=1) if options.json else report)
 
 

@@ -69,7 +69,7 @@ class SoakFailed(RocmAttnError):
 
 @dataclass(frozen=True, slots=True)
 class SoakReport:
-    """The report of a soak that found no fault.
+    """The report of a soak that found no fault, until its end or until it was interrupted.
 
     replays, captures:   steps that ran as a graph, graphs made
     ways:                how often steps of each kind ran in each way, for instance "tree replayed"
@@ -120,6 +120,14 @@ class SoakReport:
             )
             + (f"; SAFEGUARDS OFF: {', '.join(self.guards_off)}" if self.guards_off else "")
         )
+
+
+class SoakInterrupted(KeyboardInterrupt):
+    """A soak was interrupted, without a fault until then. report: of its whole steps"""
+
+    def __init__(self, report: SoakReport) -> None:
+        super().__init__()
+        self.report = report
 
 
 class _CAllocations(ctypes.Structure):
@@ -205,7 +213,7 @@ class Soak:
     def run(self, steps: int, on_reopen: Callable[[int], None] = _say_nothing) -> SoakReport:
         """Plays this many steps, once. on_reopen: gets the number played.
 
-        Raises SoakFailed at the first finding, and WrongState for a second run.
+        Raises SoakFailed at the first finding, SoakInterrupted, and WrongState for a second run.
         """
         if self._steps:
             raise WrongState(f"this soak has already run {self._steps} steps; make another one")
@@ -222,6 +230,9 @@ class Soak:
                     self._reopen()
                     on_reopen(self._steps)
             self._close()
+        except KeyboardInterrupt as interrupt:
+            self._steps -= where == "step"
+            raise SoakInterrupted(self._report(time.perf_counter() - started)) from interrupt
         except WrongStep as wrong:
             step = wrong.step
             raise SoakFailed(SoakFault(step.turn, f"step {step.turn}", str(wrong), step.history)) from wrong

@@ -169,6 +169,26 @@ def test_what_was_measured_before_the_device_failed_is_written(
     assert {row["batch"] for row in read_result(tmp_path / "run.json").rows} == {"3d40"}
 
 
+@pytest.mark.parametrize(
+    ("more", "code", "says"),
+    [
+        ((), INTERRUPTED, "rocm-attn: interrupted"),
+        (("--max-seconds", "1e-12"), EXIT_FAILED, "no case was begun, and nothing is written; give more seconds"),
+    ],
+)
+def test_a_run_without_a_result_leaves_the_file_of_an_earlier_one(
+    more: Sequence[str], code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Ctrl-C in the first case put a file without rows in its place."""
+    monkeypatch.setattr(Race, "_of_case", lambda race, case: _press_ctrl_c())
+    out = tmp_path / "run.json"
+    out.write_text("earlier")
+    assert run_kernels("--batch", "3d40", *SMALL, "--out", str(out), "--json", *more) == code
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert (out.read_text(), printed.out) == ("earlier", "")
+
+
 def _press_ctrl_c() -> None:
     raise KeyboardInterrupt
 

@@ -337,6 +337,32 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_load(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("places", "sentence"),
+    [
+        (
+            ["--out", "a.png", "--picture", "folder/../a.png"],
+            "--picture would overwrite the file of --out, folder/../a",
+        ),
+        (["--out", "trace.jsonl"], "--out would overwrite the file of --trace, trace.jsonl; name another file"),
+    ],
+)
+def test_a_file_that_would_overwrite_another_of_the_command_is_refused(
+    places: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The picture took the place of the samples, and the results that of the trace."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "trace.jsonl").write_text(TRACE.text())
+    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:1", "--trace", "trace.jsonl", *places]) == BAD_INPUT
+    assert sentence in capsys.readouterr().err
+
+
 def test_several_servers_get_the_same_load_one_after_the_other_and_are_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.cli import DONE, FAILED, main
 from rocm_attn.kernels.attention.arguments import AttendArgs
@@ -81,6 +82,20 @@ def test_a_step_that_shared_prefixes_shares_them_again(
     (kind,) = result["layer_kinds"]
     assert kind["eager"] == "agrees"
     assert kind["graph"] == ("agrees" if graphs else "none: steps of this kind and size are not captured")
+
+
+def test_a_step_without_sequences_is_run_again_and_has_no_graph(
+    provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An idle rank replays a graph that others' steps have made. It was said to agree, and none had run."""
+    tiny = Tiny.build(device, provider, [4])
+    flight = FlightRecorder(tiny.runtime, tmp_path / "dump.json")
+    tiny.runner(flight=flight).run(StepBatch([], [], []))
+    path = str(flight.dump("a test"))
+    assert main(["replay-step", path, "--json", "--device", str(device)]) == DONE
+    (kind,) = json.loads(capsys.readouterr().out)["layer_kinds"]
+    no_graph = "none: a step without sequences is captured with others alone"
+    assert (kind["eager"], kind["graph"], kind["bitwise"]) == ("agrees", no_graph, None)
 
 
 def test_the_last_step_is_the_default_and_is_described(

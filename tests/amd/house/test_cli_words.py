@@ -68,6 +68,9 @@ from tests.amd.house.test_cli import LLAMA, config_file
         (["capture-plan", "--weights-gib", "1e300", "x"], "argument --weights-gib: 1e300 is above 1e+15"),
         (["truth", "dense", "--pool-gib", "1e300"], "argument --pool-gib: 1e300 is above 1e+15"),
         (["bench", "traffic", "--spread", "100000"], "argument --spread: 100000 is above 10"),
+        (["generate", "--regex", "", "x"], "argument --regex: it is empty; give a value, or leave the option out"),
+        (["prewarm", "--check=", "x"], "argument --check: it is empty; give a value, or leave the option out"),
+        (["soak", "--device", ""], "argument --device: it is empty; give a value, or leave the option out"),
         (
             ["truth", "dense", "--providers", "torch,cuda"],
             "--providers: 'cuda' is not one of auto, cpu, torch, triton, aiter",
@@ -147,6 +150,7 @@ PLAN = ("capture-plan", "--max-batch-size", "4")
             "missing.jsonl cannot be read",
         ),
         (("replay-step", "{list}"), "its JSON is no object); give a file that --flight-record has written"),
+        (("replay-step", "{bare}"), "its JSON names no format); give a file that --flight-record has written"),
         (("replay-step", "/nowhere"), "No such file or directory); give a file that --flight-record has written"),
         (
             ("read-report", "{list}"),

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import shlex
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.cli import DONE, FAILED, main
+from rocm_attn.cli import DONE, FAILED, INTERRUPTED, main
 from rocm_attn.errors import BadSetting, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.arguments import AttendArgs
@@ -72,6 +74,25 @@ class Fuse:
             return False
         self._steps_left = None
         return True
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_the_steps_before_an_interrupt_are_reported(
+    by: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A night of steps under `timeout 8h` ended without a word."""
+    ends = Fuse(monkeypatch, 4)
+
+    def play(original: Callable[..., object], *args: Any) -> object:
+        if ends():
+            os.kill(os.getpid(), by)
+        return original(*args)
+
+    wrap(monkeypatch, Soak, "_play", play)
+    assert main(["soak", "--steps", "2000", "--device", "cpu", "--provider", "torch", "--json"]) == INTERRUPTED
+    said = capsys.readouterr()
+    assert json.loads(said.out)["report"]["steps"] == 4
+    assert "rocm-attn: interrupted" in said.err
 
 
 @pytest.mark.nightly

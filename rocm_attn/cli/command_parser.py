@@ -67,7 +67,7 @@ class CommandParser(argparse.ArgumentParser):
             self._check_value(action, value)
             return value
         value = super()._get_values(action, arg_strings)
-        # As of --out "$FILE" without FILE: the command would go on as if the option were not there.
+        # --out "$FILE" without FILE gives it: the command would go on as if the option were not there.
         if value == "" and action.option_strings and action.type is None and action.default is None:
             raise argparse.ArgumentError(action, "it is empty; give a value, or leave the option out")
         return value

@@ -1,7 +1,5 @@
 """The contract of every recorder, for recordings that a device replays and those that the host replays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial

@@ -21,8 +21,6 @@ A device fault is reported some steps after the step that had it. So a page is f
 and never if the step that completed it had a fault.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence

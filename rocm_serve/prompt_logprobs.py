@@ -5,8 +5,6 @@ eagerly, and keeps the last layer's output for all of its tokens. Their logits a
 a time, so long prompts need no more memory for logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Many
 from collections.abc import Set
 from typing import NamedTuple

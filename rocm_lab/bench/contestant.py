@@ -1,7 +1,5 @@
 """The interface of a library's attention that is timed: it prepares launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

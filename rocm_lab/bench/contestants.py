@@ -1,7 +1,5 @@
 """The contestants for a step's layer: this package's providers, and other libraries' kernels if they are installed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

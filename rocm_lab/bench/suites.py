@@ -1,7 +1,5 @@
 """Named layers and steps, as models have them, to measure changes of the kernels on."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Finding: what ends a seed, because it must not be; and the outcome of a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

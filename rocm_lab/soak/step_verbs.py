@@ -1,7 +1,5 @@
 """Verbs of steps: whole, in halves, call by call, again, in rounds of drafts, and moves of what was accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

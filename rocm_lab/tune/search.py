@@ -5,8 +5,6 @@ GPU for a while slows both. A candidate that looks faster is measured again over
 four of those rounds are faster than the choice in use by LEAST_GAIN, and faster than the best so far.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -4,8 +4,6 @@ A code object is read by LLVM's llvm-objdump, which must know its arch (gfx942 s
 own is found too. Source of the numbers of archs: LLVM's "User Guide for AMDGPU Backend", e_flags.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The weights of a layer's MLP, dense or of experts, read from the tensors of a file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The parts that every kind of recurrent layer is made of: how a rank reads its weights, and how a step is run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 

@@ -4,8 +4,6 @@ The front process sends all ranks the same commands. Rank 0 answers with results
 rank ends when it gets CLOSE, when its pipe ends, or when the front process is gone, whatever collective it is in then.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import pickle

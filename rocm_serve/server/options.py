@@ -3,8 +3,6 @@
 Only the standard library is imported, so that --help does not wait for torch.
 """
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -75,10 +75,7 @@ def refuse_unfinished() -> None:
 
 
 class CountedRecording:
-    """A recording with counted replays.
-
-    run: gets the function that replays it, and calls it once
-    """
+    """A recording with counted replays. run: gets the function that replays it, and calls it once"""
 
     def __init__(self, recording: Recording, run: Callable[[Callable[[], object]], None]) -> None:
         self.recording, self._run = recording, run

@@ -66,10 +66,7 @@ class PromptPart(NamedTuple):
 
 
 class ComingPromptLogprobs:
-    """The logprobs of a step's prompts, on their way to the host.
-
-    found: int32 [tokens, words]; see launch_likeliest
-    """
+    """The logprobs of a step's prompts, on their way to the host. found: int32 [tokens, words]; see launch_likeliest"""
 
     def __init__(self, rows: Many[PromptRows], found: Tensor, done: Fence) -> None:
         self._rows, self._found, self._done = rows, found, done

@@ -21,10 +21,7 @@ DETERMINISTIC = "+deterministic"
 
 @dataclass(frozen=True, slots=True)
 class OwnProvider:
-    """A provider of this package's.
-
-    provider: a name of PROVIDERS
-    """
+    """A provider of this package's. provider: a name of PROVIDERS"""
 
     provider: str
     deterministic: bool = False

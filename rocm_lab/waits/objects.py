@@ -40,10 +40,7 @@ _DESCRIBED = re.compile(r"(?m) (\S+)\.kd$")
 
 @dataclass(frozen=True, slots=True)
 class CodeKernel:
-    """One kernel of a file.
-
-    sha256:  of the code object; of the text, if no code object of that name lies next to it
-    """
+    """One kernel of a file. sha256: of the code object; of the text, if no code object of that name lies next to it"""
 
     path: Path
     arch: str

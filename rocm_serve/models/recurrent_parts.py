@@ -19,10 +19,7 @@ Weights = TypeVar("Weights")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentTensors(LayerTensors):
-    """The tensors around a layer's recurrence that a rank holds.
-
-    layer: of the whole model
-    """
+    """The tensors around a layer's recurrence that a rank holds. layer: of the whole model"""
 
     layer: RecurrentLayer
     projections: RecurrentProjections

@@ -16,11 +16,9 @@ class Recording(Protocol):
     @property
     def bytes(self) -> int:
         """The number of bytes by which the recorder's memory pool grew for this recording."""
-        ...
 
     def replay(self) -> None:
         """Does the recorded work once more, on the current contents of the recorded addresses."""
-        ...
 
 
 class Recorder(Protocol):
@@ -39,11 +37,9 @@ class Recorder(Protocol):
         until the first replay and are rewritten by each one.
         Raises RecordingRefused if fn requests work that cannot be replayed; the recorder can be used again then.
         """
-        ...
 
     def release_memory(self) -> None:
         """Frees the memory of recordings that were dropped. No replay may be in flight."""
-        ...
 
 
 class GraphRecorder(Recorder, Protocol):
@@ -63,7 +59,6 @@ class GraphRecorder(Recorder, Protocol):
         Raises RecordingRefused out of the block if it requests work that cannot be replayed; the recorder can be used
         again then, and the recording cannot.
         """
-        ...
 
 
 def refuse_unfinished() -> None:

@@ -43,4 +43,3 @@ class Contestant(Protocol):
 
     def prepare(self, data: StepData) -> LayerLaunch:
         """Does all the work that is done once per step. Raises NotServed with a reason."""
-        ...

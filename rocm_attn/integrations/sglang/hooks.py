@@ -301,7 +301,8 @@ class AttentionHooks:
         """Returns the mask of a captured step of drafts, at a fixed address. Raises WrongState, NeverFits."""
         if not batch.forward_mode.is_target_verify():
             return NO_CELLS
-        if self.mask_cells is None:
+        mask = self.mask_cells
+        if mask is None:
             if not in_capture and has_tree(batch):
                 raise WrongState("a tree of drafts is to be verified, and graphs were captured without masks")
             return NO_CELLS
@@ -309,15 +310,11 @@ class AttentionHooks:
             if not has_tree(batch):
                 raise WrongState("draft tokens came without their tree, and the graph that verifies them reads one")
             cells = batch.spec_info.custom_mask
-            if (
-                cells.data_ptr() != self.mask_cells.data_ptr()
-            ):  # n-grams, and halves of a batch, have masks of their own
-                if cells.numel() > self.mask_cells.numel():
-                    raise NeverFits(
-                        f"a tree's mask has {cells.numel()} cells, and graphs have {self.mask_cells.numel()}"
-                    )
-                self.mask_cells[: cells.numel()].copy_(cells)
-        return BoolCells(self.mask_cells, batch.positions)
+            if cells.data_ptr() != mask.data_ptr():  # n-grams, and halves of a batch, have masks of their own
+                if cells.numel() > mask.numel():
+                    raise NeverFits(f"a tree's mask has {cells.numel()} cells, and graphs have {mask.numel()}")
+                mask[: cells.numel()].copy_(cells)
+        return BoolCells(mask, batch.positions)
 
     # Hooks of a layer.
 

@@ -4,8 +4,6 @@ Their schemas state neither: those of c10d name no argument that they write into
 addition to the tensors; those of functional collectives return tensors that are complete only after wait_tensor().
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

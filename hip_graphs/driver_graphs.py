@@ -1,7 +1,5 @@
 """The driver's own launch of captured graphs, which costs less than torch's replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from ctypes import CDLL, c_int, c_void_p
 

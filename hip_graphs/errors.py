@@ -6,8 +6,6 @@ SizeExceeded and KeyTaken would be a bug of rocm_attn itself: it asks SizeLadder
 name's pin before it pins another tensor by it.
 """
 
-from __future__ import annotations
-
 
 class RecordingRefused(RuntimeError):
     """fn did something that a replay cannot repeat, or cannot repeat correctly; the message names the place."""

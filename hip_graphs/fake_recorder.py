@@ -5,8 +5,6 @@ the results of fn hold garbage until the first replay. It refuses whatever a rea
 case: on a CPU a host tensor looks like a device tensor, so a replay sees a change of it that a device would not see.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -5,8 +5,6 @@ to read, or copy from pageable host memory. Random operations are refused as wel
 that it reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any

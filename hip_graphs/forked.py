@@ -1,7 +1,5 @@
 """ForkedStream: two functions at the same time on one GPU, in a way that can be captured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -4,8 +4,6 @@ Most operations have an out= form in the backend itself, which runs the same ker
 run functionally and are copied into place. Either way the result is bitwise that of the eager operation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any

@@ -4,8 +4,6 @@ To torch such an operation is opaque, so that compiled code calls it unchanged. 
 does not run again. So a guard that meets one runs its body, and inspects the operations of the body.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

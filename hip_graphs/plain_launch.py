@@ -96,28 +96,23 @@ class PlainLaunch:
         "_device",
         "_index",
         "_is_capturing",
-        "_is_plain",
         "_launch",
         "_offset",
         "_ready",
         "_stream",
         "_was_seen",
+        "is_plain",
     )
 
     def __init__(self, by_torch: Callable[[], None], launch: Callable[..., int], ready: object, here: Here) -> None:
         self._by_torch, self._launch, self._ready = by_torch, launch, ready
         # Separate attributes, since every step looks them up.
         self._index, self._device, self._stream, self._is_capturing, self._offset = here
-        self._was_seen = self._is_plain = False
-
-    @property
-    def is_plain(self) -> bool:
-        """True if torch's replay is known to launch the graph and do nothing else."""
-        return self._is_plain
+        self._was_seen = self.is_plain = False
 
     def replay(self) -> None:
         """Does the same as `Recording.replay`, on the stream that is current then."""
-        if self._is_plain and self._device() == self._index:
+        if self.is_plain and self._device() == self._index:
             stream = self._stream(self._index)
             # torch itself handles a replay within a capture.
             if (not stream or not self._is_capturing()) and not self._launch(self._ready, stream):
@@ -134,4 +129,4 @@ class PlainLaunch:
             self._by_torch()
             return
         self._was_seen = True  # a replay that raises is not known to be plain
-        self._is_plain = only_launches(self._by_torch, self._offset)
+        self.is_plain = only_launches(self._by_torch, self._offset)

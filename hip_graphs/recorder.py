@@ -1,7 +1,5 @@
 """The contract of every recorder, for recordings that a device replays and those that the host replays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,11 +16,9 @@ class Recording(Protocol):
     @property
     def bytes(self) -> int:
         """The number of bytes by which the recorder's memory pool grew for this recording."""
-        ...
 
     def replay(self) -> None:
         """Does the recorded work once more, on the current contents of the recorded addresses."""
-        ...
 
 
 class Recorder(Protocol):
@@ -41,11 +37,9 @@ class Recorder(Protocol):
         until the first replay and are rewritten by each one.
         Raises RecordingRefused if fn requests work that cannot be replayed; the recorder can be used again then.
         """
-        ...
 
     def release_memory(self) -> None:
         """Frees the memory of recordings that were dropped. No replay may be in flight."""
-        ...
 
 
 class GraphRecorder(Recorder, Protocol):
@@ -65,7 +59,6 @@ class GraphRecorder(Recorder, Protocol):
         Raises RecordingRefused out of the block if it requests work that cannot be replayed; the recorder can be used
         again then, and the recording cannot.
         """
-        ...
 
 
 def refuse_unfinished() -> None:
@@ -77,10 +70,7 @@ def refuse_unfinished() -> None:
 
 
 class CountedRecording:
-    """A recording with counted replays.
-
-    run: gets the function that replays it, and calls it once
-    """
+    """A recording with counted replays. run: gets the function that replays it, and calls it once"""
 
     def __init__(self, recording: Recording, run: Callable[[Callable[[], object]], None]) -> None:
         self.recording, self._run = recording, run

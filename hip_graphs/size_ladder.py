@@ -1,7 +1,5 @@
 """SizeLadder: the sizes at which a function is recorded. Work of another size is padded to the next one up."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tape: records operations of a function, with their scalars and addresses frozen, for the host to repeat."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

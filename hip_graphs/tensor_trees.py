@@ -1,7 +1,5 @@
 """Trees of tensors, as in arguments and results: nested lists, tuples, dicts and dataclasses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any

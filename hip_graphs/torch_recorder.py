@@ -1,7 +1,5 @@
 """TorchRecorder: recordings that a GPU replays by itself (HIP graphs on ROCm, CUDA graphs on NVIDIA)."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

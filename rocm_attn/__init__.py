@@ -5,8 +5,6 @@ imported when it is first used: importing rocm_attn itself does not import torch
 and docs/architecture.md.
 """
 
-from __future__ import annotations
-
 from rocm_attn.stable_names import StableNames
 
 _NAMES = StableNames(__name__, globals())

@@ -9,7 +9,7 @@ serves any length.
 Kernels, launches, safeguards and the error word are those of AttentionRuntime.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # check_fields() reads types as texts
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -3,7 +3,7 @@
 Kernels are chosen for a Problem; layers with equal Problems share kernels and plans.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # check_fields() reads types as texts
 
 import enum
 from collections.abc import Iterable

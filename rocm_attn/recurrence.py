@@ -3,7 +3,7 @@
 Update has the formulas and their sources.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # check_fields() reads types as texts
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Per step: step() checks a StepBatch and publishes it to the device, the model's 
 end_step() closes the step. Every step goes through one gate (step/gate.py). StepRunner captures steps as graphs.
 """
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import torch

@@ -3,8 +3,6 @@
 The names are those of the package's __init__.pyi. Type checkers read the same file, so no name is written twice.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil

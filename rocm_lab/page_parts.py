@@ -1,7 +1,5 @@
 """Parts of a page that programs write. Each lies between two marks with its name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

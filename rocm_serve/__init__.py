@@ -3,8 +3,6 @@
 The stable names are those of __init__.pyi. Each is imported when it is first used. See docs/serving.md.
 """
 
-from __future__ import annotations
-
 from rocm_attn.stable_names import StableNames
 
 _NAMES = StableNames(__name__, globals())

@@ -1,7 +1,5 @@
 """Refuses ranks that were given different models or options: their collectives would hang, or add up wrong numbers."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from zlib import crc32
 

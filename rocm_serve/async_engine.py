@@ -4,8 +4,6 @@ The engine runs elsewhere, in a thread or a process of its own, so no step block
 this side detokenises them, and ends a request at a stop text. engine_thread.py is the other side.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -4,8 +4,6 @@ A cache has as many pages as the pool. If each were an object, Python's garbage 
 250,000 pages would stop a process for a quarter of a second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import numpy as np

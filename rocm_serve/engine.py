@@ -4,8 +4,6 @@ Each step(): the scheduler chooses sequences and token counts, the runner runs t
 returned. One thread uses it; AsyncEngine and the server are built on it.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from array import array

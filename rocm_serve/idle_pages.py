@@ -1,7 +1,5 @@
 """IdlePages: the cached pages of a space that no row holds, the least recently used first."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

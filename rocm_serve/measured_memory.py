@@ -4,8 +4,6 @@ The real pool then gets the rest of the GPU's memory, however much experts, a la
 take. A peak is the memory that torch's allocator has reserved from the device, not that of the tensors in it.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ An option is one field here or of AttentionOptions: its default, its allowed val
 makes its flags from the fields. Only the standard library is imported, because --help does not wait for torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

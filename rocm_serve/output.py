@@ -1,7 +1,5 @@
 """Output: a request's output so far: tokens, text and logprobs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """PageTier: where evicted pages of the prefix cache go, and are loaded back from: host memory, or nowhere."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rocm_attn.batch.step_batch import Int32Array

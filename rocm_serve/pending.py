@@ -1,7 +1,5 @@
 """Overlapped steps: steps whose tokens the host has not read yet; the next step reads these tokens on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace

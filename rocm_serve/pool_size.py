@@ -1,7 +1,5 @@
 """Computes the number of pages of the KV pool."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

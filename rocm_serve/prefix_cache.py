@@ -21,8 +21,6 @@ A device fault is reported some steps after the step that had it. So a page is f
 and never if the step that completed it had a fault.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
@@ -136,7 +134,8 @@ class PrefixCache:
     steps_until_known: FaultReports.steps_until_known
     tier:              gets pages that are given back because pages run out
 
-    changes: of the cache, and of its owner
+    changes:    of the cache, and of its owner
+    has_states: whether there are recurrent layers
     """
 
     def __init__(self, table: RequestTable, steps_until_known: int, tier: PageTier = NO_TIER) -> None:
@@ -153,7 +152,7 @@ class PrefixCache:
         self._idle = tuple(IdlePages() for _ in table.spaces)
         # The pages with states of recurrent layers, the first to be given back first.
         self._states: OrderedDict[int, None] = OrderedDict()
-        self._has_states, self._spacing = not table.states.is_empty, table.states.spacing
+        self.has_states, self._spacing = not table.states.is_empty, table.states.spacing
         self._step = 0
         self._right_until = 0
         self._num_given_up = 0  # how often pages were made unavailable
@@ -166,11 +165,6 @@ class PrefixCache:
     def has_windows(self) -> bool:
         """True if rows give pages back while they run."""
         return bool(self._windowed)
-
-    @property
-    def has_states(self) -> bool:
-        """True if there are recurrent layers."""
-        return self._has_states
 
     def num_idle(self, space: int) -> int:
         """Number of pages that only the cache holds. space: by its number in table.spaces"""
@@ -205,10 +199,10 @@ class PrefixCache:
         more = pages[: int(ends_here.argmax())] if ends_here.any() else pages
         row.found = found = np.concatenate((known, more)) if len(more) else known
         row.num_given_up = self._num_given_up
-        if self._has_states:
+        if self.has_states:
             ends = len(found) * self._page_size, len(token_ids) - 1
             row.states_at = tuple(end // self._spacing * self._spacing for end in ends)
-        return found[: self._longest(found)] if self._windowed or self._has_states else found
+        return found[: self._longest(found)] if self._windowed or self.has_states else found
 
     def _most_found(self, token_ids: Sequence[int]) -> int:
         return (len(token_ids) - 1) // self._page_size
@@ -224,7 +218,7 @@ class PrefixCache:
         with self.changes:
             number = self._table.kept.admit_over(ids, start) if len(found) else self._table.admit()
             row.pages, row.newest_state = found.tolist(), NO_PAGE
-            if row.pages and self._has_states:
+            if row.pages and self.has_states:
                 self._states.move_to_end(row.pages[-1])
             row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
             row.moves_at = self._next_move(row)
@@ -281,14 +275,14 @@ class PrefixCache:
                 page_nos += missing
         if numbers:
             kept, of_pages = self._table.kept, (np.array(numbers, np.int32), np.array(page_nos, np.int32))
-            if self._has_states:
+            if self.has_states:
                 due = np.flatnonzero(kept.states_due(*of_pages)).tolist()
                 self._make_room_for_states(len(due), [owners[at] for at in due])
             ids, pages = kept.keep_all(*of_pages), list(fresh.values())
             self._columns.kept_id[pages], self._columns.step[pages] = ids, self._step
             for page in pages:
                 self._put(page)
-            if self._has_states:
+            if self.has_states:
                 with_states = kept.have_states(ids).tolist()
                 for page, page_no, row, has_state in zip(pages, page_nos, owners, with_states, strict=True):
                     if has_state:
@@ -409,7 +403,7 @@ class PrefixCache:
             end_of_gone = np.maximum.accumulate(np.where(is_gone, ends, 0))
             are_whole &= end_of_gone <= pages.pages.first_needed(ends * self._page_size, self._page_size)
         whole = reversed(ends[are_whole].tolist())
-        return next((end for end in whole if not self._has_states or int(found[end - 1]) in self._states), 0)
+        return next((end for end in whole if not self.has_states or int(found[end - 1]) in self._states), 0)
 
     def _next_move(self, row: CachedRow) -> int:
         """The number of tokens that row will have stored when the next page leaves a window."""
@@ -424,7 +418,7 @@ class PrefixCache:
 
     def _lacks_a_state(self, page: int, row: int, page_no: int) -> bool:
         """True if a page has no state of recurrent layers, and a row of the table has the state after its tokens."""
-        if not self._has_states or page in self._states:
+        if not self.has_states or page in self._states:
             return False
         return bool(self._table.kept.states_due([row], [page_no])[0])
 

@@ -5,8 +5,6 @@ eagerly, and keeps the last layer's output for all of its tokens. Their logits a
 a time, so long prompts need no more memory for logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Many
 from collections.abc import Set
 from typing import NamedTuple
@@ -68,10 +66,7 @@ class PromptPart(NamedTuple):
 
 
 class ComingPromptLogprobs:
-    """The logprobs of a step's prompts, on their way to the host.
-
-    found: int32 [tokens, words]; see launch_likeliest
-    """
+    """The logprobs of a step's prompts, on their way to the host. found: int32 [tokens, words]; see launch_likeliest"""
 
     def __init__(self, rows: Many[PromptRows], found: Tensor, done: Fence) -> None:
         self._rows, self._found, self._done = rows, found, done

@@ -4,8 +4,6 @@ Each rank holds a Shard of the model, and runs the same steps as all others, at 
 Sums and gathered values are bitwise the same on all of them, so they sample the same tokens without further exchange.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

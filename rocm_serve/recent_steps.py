@@ -1,7 +1,5 @@
 """RecentSteps: the requests of recent steps, for which the device may still report a fault."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field

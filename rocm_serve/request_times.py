@@ -1,7 +1,5 @@
 """Measures requests and steps: queue time, time to first token, time between tokens, step time; with their metrics."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

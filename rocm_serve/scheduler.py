@@ -28,8 +28,6 @@ sequence, the sequence was in one step too many, and its tokens of that step are
 are made after they are read: before a sequence is preempted, and before a suspect runs.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import Counter
 from collections.abc import Mapping, Set

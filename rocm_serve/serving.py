@@ -1,7 +1,5 @@
 """serve_all: serves a list of requests to their end, by any engine with submit() and step()."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from rocm_attn.errors import BadRequest, DeviceFault, WrongState

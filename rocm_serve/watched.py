@@ -1,7 +1,5 @@
 """Wraps an engine's forward and runner in the observers that its options request: watchdog, flight recorder, checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

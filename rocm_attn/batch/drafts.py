@@ -10,7 +10,7 @@ and reserve(row, kv_len) makes room for all of them. A draft sees the prefix, it
 one branch, drafts are a chain, and each draft step is a decode step.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # check_fields() reads types as texts
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """split_batch: cuts a step's batch into two halves, for two-batch overlap. Host values only."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from rocm_attn.batch.mask import Mask, StepMask, TokenSpans, TreeMask

@@ -1,7 +1,5 @@
 """StepBatch: the sequences of one step, their lengths and token ids, on the host. Padding comes later (padding.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -5,8 +5,6 @@ baked in, or finds left over in its buffers, never refer to a real request. Each
 before it, and runs before the eager run that it is compared with, so stale results cannot pass.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping

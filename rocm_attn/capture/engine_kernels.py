@@ -3,8 +3,6 @@
 The steps read the engine's own pages, because kernel variants depend on the pages' addresses. They write to none.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence

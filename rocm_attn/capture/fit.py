@@ -1,7 +1,5 @@
 """Fit: predicts whether a model fits in a GPU's memory, and how many tokens of KV, before anything is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

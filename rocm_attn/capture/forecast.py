@@ -4,8 +4,6 @@ The runtime is built on torch's meta device, so the prediction comes from the co
 of the graphs themselves, which holds the activations of forward, depends on the model and is measured on capture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ triton/runtime/cache.py). Here an index has the names of files, and load_bundle 
 fills.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

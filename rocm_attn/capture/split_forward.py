@@ -1,7 +1,5 @@
 """The forwards of a StepRunner as one function: of a whole step, a draft round, or the two halves of either."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

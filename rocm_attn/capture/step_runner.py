@@ -3,8 +3,6 @@
 A graph captures fill and forward as one function; an eager step calls the same function.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

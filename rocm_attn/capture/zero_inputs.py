@@ -1,7 +1,5 @@
 """ZeroInputs: tensors of zeros for the calls of layers, where only shapes, dtypes and strides matter."""
 
-from __future__ import annotations
-
 import math
 
 import torch

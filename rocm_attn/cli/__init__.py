@@ -3,8 +3,6 @@
 Exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupted, 141 the reader of stdout went away.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Conversions of arguments that several commands share."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`rocm-attn capture-plan`: which graphs a model would get, and the size of its buffers; without a GPU."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict, replace

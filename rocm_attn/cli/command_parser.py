@@ -3,8 +3,6 @@
 argparse's own suggestions exist from Python 3.14 on; it lists the usage before each refusal, 28 lines for `serve`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable, Sequence

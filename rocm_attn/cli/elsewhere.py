@@ -1,7 +1,5 @@
 """A command of a distribution that is not installed."""
 
-from __future__ import annotations
-
 import argparse
 
 from rocm_attn.errors import BadSetting

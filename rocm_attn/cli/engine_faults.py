@@ -1,7 +1,5 @@
 """An engine's release, for a model that `rocm-attn explain` describes: its known faults, and its pages."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """`rocm-attn env`: facts about the machine for a bug report."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

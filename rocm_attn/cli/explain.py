@@ -1,7 +1,5 @@
 """`rocm-attn explain`: which kernels would serve a model's layers on an arch, and why no others; without a GPU."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

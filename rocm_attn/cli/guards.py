@@ -1,7 +1,5 @@
 """`rocm-attn guards`: the safeguards, what each prevents and whether it is on."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,7 +1,5 @@
 """`rocm-attn kernels`: the capability table, the same as in docs/kernels.md."""
 
-from __future__ import annotations
-
 import argparse
 
 from rocm_attn.selection.table import markdown

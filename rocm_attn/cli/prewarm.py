@@ -1,7 +1,5 @@
 """`rocm-attn prewarm`: compiles the kernels that a model will need, as the user who will serve it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -1,7 +1,5 @@
 """A progress bar, on a terminal alone."""
 
-from __future__ import annotations
-
 from typing import TextIO
 
 _WIDTH = 24

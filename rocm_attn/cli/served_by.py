@@ -1,7 +1,5 @@
 """ServedBy: a model is served by the engine of rocm-serve, by the plug-ins of engines, or by nothing."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Signals that commands take, so that they keep what they have found so far."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The tiles of a layer's Triton kernels, and the row that each comes from: a measured one, or one of the tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Failures of torch that are no bugs: one that is missing or cannot be imported, and memory that is full."""
 
-from __future__ import annotations
-
 import traceback
 
 

@@ -1,7 +1,5 @@
 """`rocm-attn truth`: checks that every key of a long context is found, on this machine and for a model's layers."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Flags of `vllm serve` -> ours, or why there is none: for a refusal's hint and for the page of the server's flags."""
 
-from __future__ import annotations
-
 # By their documentation (docs.vllm.ai, "Engine Arguments" and "OpenAI-Compatible Server").
 FROM_VLLM: dict[str, tuple[str, ...]] = {
     "--served-model-name": ("--served-model-name",),

@@ -1,7 +1,5 @@
 """A model's weights on one rank, and where the number is from, for a model that is not loaded."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Callable

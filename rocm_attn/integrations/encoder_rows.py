@@ -1,7 +1,5 @@
 """store_at_slots: stores K and V that belong to no new token of a step, such as an encoder's, for cross attention."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor

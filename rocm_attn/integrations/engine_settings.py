@@ -1,7 +1,5 @@
 """Environment variables that configure our backend inside engines, which have no options for a backend's settings."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """An engine's files as definitions that are found by dotted paths: none of its code runs."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """hook_once: an engine's method with ours around it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

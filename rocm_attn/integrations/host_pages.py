@@ -9,8 +9,6 @@ wrong results.
 All copies are launched on the current stream, next to the steps. restore() waits for the device once.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence

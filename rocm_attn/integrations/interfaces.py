@@ -12,8 +12,6 @@ It does not see names that are put together, and attributes that a class makes w
 SGLang's server arguments.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """Owner: an AttentionRuntime or ExternalAttention, seen by KV transfer and compiled forwards through one interface."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 

@@ -12,8 +12,6 @@ no tokens, which is right where a sequence begins.
 Nothing here waits for the device, and no size depends on a value there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A target as the GPU that Triton compiles for when it is not present. Importing this imports Triton."""
 
-from __future__ import annotations
-
 from rocm_attn.kernels.compile_only import AbsentGpu
 from rocm_attn.machine.target import Target
 

@@ -6,8 +6,6 @@ and all act on the findings of all. Only one rank sees a device fault, at some l
 exchanged before the next step but one, so that all ranks raise it between the same two steps.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -4,8 +4,6 @@ A build of development between two releases, and one without a version, has a fi
 fix in compiled code has no mark, so such a build counts as one without it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path

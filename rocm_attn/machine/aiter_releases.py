@@ -5,8 +5,6 @@ Imports only the standard library: the doctor uses it, and so does the image's b
     python3 aiter_releases.py COMMIT    # exits with 1 if it must not be built
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -4,8 +4,6 @@ A probe's verdict holds for the switches under which it ran. A kernel that a swi
 (providers/aiter/faults.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

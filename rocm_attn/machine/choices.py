@@ -3,8 +3,6 @@
 They are in this module, not next to the things that they name, as the command line shows them without torch.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 # Stands for a provider, a page size or a layout of pages that is chosen automatically.

@@ -1,7 +1,5 @@
 """Warns of a compile of Triton that hangs, in the engine of rocm-serve and in vLLM and SGLang alike."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

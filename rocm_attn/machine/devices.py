@@ -1,7 +1,5 @@
 """The device that is meant, the device that launches go to, and the order of launches on its streams."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Names of the distributions of Triton and this project, without imports: `rocm-attn doctor` may find torch broken."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 # Distributions that all install a package called triton; torch for ROCm brings one with "rocm" in its name.

@@ -8,8 +8,6 @@ CDNA 4), H100 SXM, H200 SXM and A100 80GB SXM (NVIDIA). No sheet has the MI308X'
 MI300X's 304 compute units.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 _RSMI, _SHEET = "rocm-smi --showmeminfo vram", "data sheet"

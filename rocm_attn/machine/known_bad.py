@@ -3,8 +3,6 @@
 known_bad.json has the rows. docs/known_bad.md shows them. Nothing here imports torch, as `rocm-attn doctor` uses it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ arch, the number of compute units and the Triton that it was measured with; othe
 A file that is refused serves nothing, and never stops a runtime: the tables' own rows serve then.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

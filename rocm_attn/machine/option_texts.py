@@ -4,8 +4,6 @@ Commands make their flags from the fields. Only the standard library is imported
 torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields

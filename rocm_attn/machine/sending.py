@@ -1,7 +1,5 @@
 """Copies of values between host and device that do not wait."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy.typing as npt

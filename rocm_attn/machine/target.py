@@ -1,7 +1,5 @@
 """Target: the facts about a device that kernel choices depend on; detected once, or constructed by a test."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Values to JSON and back, by the types of their fields: dumps of flight recorders, passports, rows of tiles."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import sys

@@ -1,7 +1,5 @@
 """Watchdog: reports what hangs, with the stacks of all threads, and does not end it."""
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 import threading

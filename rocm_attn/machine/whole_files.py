@@ -1,7 +1,5 @@
 """Files that appear when they are whole."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

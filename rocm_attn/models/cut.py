@@ -1,7 +1,5 @@
 """The cost of dividing a model over ranks, in sentences: zeros in the place of heads, and copies of KV heads."""
 
-from __future__ import annotations
-
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.shards import Shard

@@ -5,8 +5,6 @@ numbers and names are in families.json. The attention runtime serves the attenti
 the other layers are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial

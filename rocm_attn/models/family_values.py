@@ -1,7 +1,5 @@
 """families.json: values that the files of a family leave out, and its names for those of most families."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

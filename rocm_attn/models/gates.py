@@ -3,8 +3,6 @@
 PRODUCTS of a gate: names of the matrices in files.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """ModelConfig from GGUF metadata."""
 
-from __future__ import annotations
-
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import AttentionConfig, HeadProjections, LayerConfig, ModelConfig
 from rocm_attn.models.families import DECODERS

@@ -1,7 +1,5 @@
 """ArrayReader: gguf's reader over a plain array. It is imported when a file is opened, as gguf belongs to an extra."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gguf

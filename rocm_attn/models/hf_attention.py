@@ -1,7 +1,5 @@
 """The attention layers that a Hugging Face config.json describes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A token has one row, K and V of one head. Each layer attends to a window of such
 compressed rows too, with the same softmax.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rocm_attn.errors import BadModel, Unsupported

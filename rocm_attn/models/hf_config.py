@@ -1,7 +1,5 @@
 """ModelConfig from a Hugging Face config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rocm_attn.errors import BadModel

@@ -3,8 +3,6 @@
 The numbers and masks are those of transformers 5.24.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rocm_attn.errors import Unsupported

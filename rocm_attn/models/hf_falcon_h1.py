@@ -3,8 +3,6 @@
 The fields are those of transformers' FalconH1Config.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rocm_attn.errors import BadModel

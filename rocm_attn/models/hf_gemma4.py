@@ -4,8 +4,6 @@ Layers without a window have a head size and KV heads of their own. v may be k a
 read K and V of earlier ones, and then have wider MLPs. Each dense MLP may have experts next to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The indexers of sparse attention that a Hugging Face config.json describes (DeepSeek-V3.2, GLM-5, Qwen3.8-Next)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rocm_attn.errors import BadModel

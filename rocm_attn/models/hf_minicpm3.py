@@ -1,7 +1,5 @@
 """The fields of MiniCPM3's config.json that other models over latent rows lack."""
 
-from __future__ import annotations
-
 from rocm_attn.models.config import Multipliers
 from rocm_attn.models.fields import Fields
 from rocm_attn.models.hf_projections import Projections, latent_rows

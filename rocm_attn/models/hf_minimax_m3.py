@@ -4,8 +4,6 @@ Layers with an indexer attend to blocks of tokens. Each KV head has the same num
 keys of the one index head. A block has the score of its best key, and each KV head's queries get the best blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The MLPs that a Hugging Face config.json describes."""
 
-from __future__ import annotations
-
 from rocm_attn.errors import BadModel
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.gates import ClampedSwiGLU, GeGLU, SwiGLU

@@ -3,8 +3,6 @@
 The fields are those of transformers' NemotronHConfig, and of the files that NVIDIA published before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from rocm_attn.errors import BadModel, Unsupported

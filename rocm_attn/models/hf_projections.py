@@ -1,7 +1,5 @@
 """The projections around attention that a Hugging Face config.json describes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

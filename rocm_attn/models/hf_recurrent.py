@@ -3,8 +3,6 @@
 States are those of transformers' Qwen3_5GatedDeltaNet, KimiLinearDeltaAttention and BambaMixer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ They are in rope_parameters (transformers 5), or in rope_theta and rope_scaling 
 the layers with a window and one for the others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

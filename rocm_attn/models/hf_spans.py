@@ -8,8 +8,6 @@ The files do not say it: it follows from the model's class. transformers 5.24 ma
                  (block_sequence_ids of create_sliding_window_causal_mask)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ huggingface_hub does both, so its variables count: HF_HOME, HF_HUB_OFFLINE, HF_E
 first, and nothing is sent if it has the files. Imports huggingface_hub only for an id.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

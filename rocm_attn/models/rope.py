@@ -4,8 +4,6 @@ Element j of a head's first half turns together with element j of its second hal
 stores q and k): the pair (x[j], x[j + head_dim / 2]) turns by position * inv_freq[j].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

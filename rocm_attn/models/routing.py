@@ -1,7 +1,5 @@
 """Routing: the experts that a token takes, and its share of each."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """TensorSource: the tensors of a model file. TensorReader: makes them weights of a dtype on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol

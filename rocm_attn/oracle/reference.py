@@ -9,8 +9,6 @@ the position that the mask gives it. A soft cap comes after the scale, ALiBi's s
 one more logit without a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

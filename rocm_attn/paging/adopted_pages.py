@@ -1,7 +1,5 @@
 """AdoptedPages: the KV cache tensors that an engine owns, bound to the layers, as the engine describes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 BatchGuards are the safeguards among these checks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter

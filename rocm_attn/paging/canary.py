@@ -1,7 +1,5 @@
 """The canary: a check that reserved memory is still zero. Padded sequences read row 0 of the table, and so page 0."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Checkpoints of recurrent states, for prefix caching: after which tokens one is taken, and how many there are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, slot_bytes

@@ -6,8 +6,6 @@ every code of E4M3FN then has its equal. In the other direction, with half the s
 which stands for 224. So scales of tokens, whose largest element has the largest code, change by token_factor().
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Host memory for offloaded pages, in records of equal size: HostRecords by number, HostMemory by key (LRU)."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch

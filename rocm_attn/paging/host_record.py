@@ -14,8 +14,6 @@ mix() is the finaliser of SplitMix64 (Steele, Lea and Flood, Fast Splittable Pse
 other changes leave it unchanged in one of 2**64 cases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

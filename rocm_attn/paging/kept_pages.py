@@ -1,7 +1,5 @@
 """KeptPages: full pages that stay when their row is freed, for a prefix cache; later rows may begin with them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 

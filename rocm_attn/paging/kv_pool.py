@@ -4,8 +4,6 @@ HybridKVPool has one pool for each space. Sliding-window layers may have their p
 of them: pages that have left every window are reused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Replaces the rows of an engine's tables by rows of given pages, which no request uses, for trial steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

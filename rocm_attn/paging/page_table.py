@@ -4,8 +4,6 @@ A row holds the pages [first, end) of its sequence. In the full space, first is 
 window; the entries before it are page 0, which kernels never read in a valid step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 

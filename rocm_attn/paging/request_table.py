@@ -6,8 +6,6 @@ pages can be kept, for a prefix cache: they stay when their row is freed, and ot
 SWA (sliding-window) space, a row has pages in both spaces, and one length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ The device refuses a sequence whose row does not have the state that the step ne
 finds most such cases earlier, and raises an error that explains them. Both apply the same rule independently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows: the state of a request table's rows (lengths, room, pages), which the parts of the table share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from operator import index

@@ -12,8 +12,6 @@ repeated or exchanged on their way, except words that are exchanged within a lin
 to the tokens of another request, since there is no name of a request that both sides know.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

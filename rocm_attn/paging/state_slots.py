@@ -1,7 +1,5 @@
 """require_state_slots: checks the tensors in which a forward keeps state per request, before anything is captured."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor

@@ -1,7 +1,5 @@
 """PagePool and RowTable: the interfaces by which a step uses pages and block tables, the runtime's or an engine's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 

@@ -4,8 +4,6 @@ StoredTokens has the numbers between steps. StepStores has the layers in which t
 of a step that raised halfway through the layers do not count as stored, and a step that only attends stores nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ tiles and segments. It leaves out the sizes of pages, pools, batches and graphs,
 mode (docs/deterministic.md). Unequal ids may still mean equal bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b

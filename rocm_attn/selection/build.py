@@ -1,7 +1,5 @@
 """build_runtime: chooses the kernels of a model's layers for this machine, and builds a runtime of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

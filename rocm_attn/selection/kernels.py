@@ -1,7 +1,5 @@
 """The kernels of a runtime: chosen by select(), among those that this machine has and that pass a probe."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import cache

@@ -4,8 +4,6 @@ Kernels differ in the pages that they read, and a pool has one page size and one
 choice is joint: pages that suit the decode kernel may leave extend steps with a much slower kernel.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ probe runs whole steps of small runtimes (probe_runs.py). Verdicts are kept on d
 later processes do not repeat it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

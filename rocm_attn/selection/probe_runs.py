@@ -85,10 +85,7 @@ ALL_OF_IT = [_STEPS, _MAX_KV_LEN, EDGE_STEPS, LENGTHS, _MANY, _K_FACTOR, _V_FACT
 
 @dataclass(frozen=True, slots=True)
 class FailedProbe:
-    """The first probed kernel that is wrong, with its fault.
-
-    lacks_memory: True if it failed for lack of memory
-    """
+    """The first probed kernel that is wrong, with its fault. lacks_memory: True if it failed for lack of memory"""
 
     kernel: str
     what: str

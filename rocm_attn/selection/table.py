@@ -1,7 +1,5 @@
 """The capability table for readers: every row of every provider with its limits, as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple

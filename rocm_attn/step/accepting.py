@@ -6,8 +6,6 @@ plus its new tokens, and Accepted.next_token is the first of these. This is devi
 and may be captured with the forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -3,7 +3,7 @@
 StepGuards are its safeguards (guards/registry.py).
 """
 
-from __future__ import annotations
+from __future__ import annotations  # LaunchGuards.ops() reads types as texts
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ When a step's inputs are published, the device writes its report on the step bef
 The host reuses a slot only after its kernels are done, and then finds the report there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rocm_attn.errors import DeviceFault

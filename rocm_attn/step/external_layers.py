@@ -1,7 +1,5 @@
 """ExternalGate and ExternalLayers: which thread owns an engine's step, and the layer calls of the engine's model."""
 
-from __future__ import annotations
-
 from threading import get_ident
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ExternalRuns and EnginePublisher: plans and memory of an engine's steps for each shape, and their publication."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """FaultReports: raises faults that the device found in earlier steps, at the same step on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

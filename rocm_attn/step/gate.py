@@ -9,8 +9,6 @@ Eager steps, replayed graphs and repeated steps all go through here. A step reme
 was staged; every later read or write through the step checks that its rows have not changed since.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """HostRing: a ring of pinned host memory from which kernels read a step's inputs: lengths, rows, table changes."""
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence

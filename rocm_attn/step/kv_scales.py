@@ -1,7 +1,5 @@
 """KVScales: the scales of a layer's eight-bit K and V, from a checkpoint or a calibration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from numbers import Real
 

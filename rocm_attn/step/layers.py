@@ -1,7 +1,5 @@
 """Layers: store, attend and the other layer calls of a forward: checks their tensors and launches their kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

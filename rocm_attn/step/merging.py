@@ -5,8 +5,6 @@ natural log of the softmax denominator. Sides share no key; a sink is counted in
 -inf it saw no key, and its out is not read; a token for which no side has keys gets 0 and -inf.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,7 +9,7 @@ snapshots, JSON, Prometheus' text, and the reports of the engine and the command
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -113,7 +113,7 @@ class Reason(str):
 NO_REASON = Reason("", "")
 
 
-def _metric(kind: str, start: type, help: str, words: str, labels: tuple[str, ...] = ()) -> Any:
+def _metric(kind: str, start: Callable[[], object], help: str, words: str, labels: tuple[str, ...] = ()) -> Any:
     """A field that begins with start().
 
     kind:   Prometheus' type of the metric
@@ -132,11 +132,7 @@ _reasons = partial(_metric, "counter", dict)
 _gauge = partial(_metric, "gauge", int)
 _durations = partial(_metric, "histogram", Durations)
 _lengths = partial(_metric, "histogram", Lengths)
-
-
-def _state(help: str, words: str, labels: tuple[str, ...]) -> Any:
-    metadata = {"help": help, "words": words, "kind": "gauge", "labels": labels}
-    return field(default=NO_REASON, metadata=metadata)
+_state = partial(_metric, "gauge", lambda: NO_REASON)
 
 
 @dataclass(slots=True)

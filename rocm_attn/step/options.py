@@ -1,6 +1,6 @@
 """RuntimeOptions: the sizes of a runtime that allocates its own KV pages, and which of its steps may be captured."""
 
-from __future__ import annotations
+from __future__ import annotations  # check_fields() reads types as texts
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A plain tensor has one row per sequence, [S, ...]; PerToken wraps one with a row
 not distinguish them: in a decode step S and T are equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """StepPlan: how a step runs (padded shape, kernels, lengths baked in), and the key of its graph."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Planner: finds the StepPlan of a batch. Steps that are padded to the same shape share a plan, and so a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter

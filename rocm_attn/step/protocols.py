@@ -1,7 +1,5 @@
 """Protocols of a step: for objects that run steps, for the layer calls of a forward, and for observers."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

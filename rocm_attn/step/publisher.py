@@ -4,8 +4,6 @@ Order on the stream: page copies, block table updates, the step's inputs. A chan
 enqueued. The error report of a step comes back in the host ring's slot of the next one.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Seals: fixes the addresses that captured graphs read, from seal() to unseal()."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace

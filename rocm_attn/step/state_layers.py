@@ -1,7 +1,5 @@
 """StateLayers: the layer calls of recurrent layers in a forward: checks their tensors and launches their kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """TensorChecks: checks the shapes, dtypes, strides and device of the tensors that a forward passes to a layer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

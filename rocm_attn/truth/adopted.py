@@ -1,7 +1,5 @@
 """Needle tests of an engine's layers, before its first step, over borrowed pages."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ attention. Long prompts show faults that short ones do not: overflows of 32-bit 
 layout or encoding and read in another, a window that is off by one, selections of an earlier step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 

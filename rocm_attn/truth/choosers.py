@@ -4,8 +4,6 @@ ByIndexer runs the layer's own indexer on needles. ByEngine stands for an engine
 as positions of keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -5,8 +5,6 @@ kernels, and with the model's own scales and sinks. Only q, k and v are replaced
 because the graphs of requests contain the model's projections.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

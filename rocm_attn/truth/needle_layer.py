@@ -101,7 +101,7 @@ class NeedleLayer:
         self._tolerance = tolerance(problem) + _TIMES_THE_MEAN * others
         self._haystacks = [Haystack.random(problem, length, generator, sizes) for length in kv_len]
         self._requested: list[NeedleQueries] = []
-        self._chooser, self._source = Chooser(), earlier
+        self._chooser, self.source = Chooser(), earlier
         device = generator.device
 
         def rows(*shape: int, dtype: torch.dtype = problem.dtype) -> Tensor:
@@ -117,12 +117,7 @@ class NeedleLayer:
         self._folded = rows(problem.fold_columns, dtype=torch.float32)
         if isinstance(problem.indexer, Indexer):
             chosen = ChosenLayer(problem, problem.indexer, kv_len, num_tokens, generator)
-            self._chooser, self._source = new_chooser(chosen), self
-
-    @property
-    def source(self) -> NeedleLayer | None:
-        """The layer whose selection is shared by a later layer without an indexer of its own."""
-        return self._source
+            self._chooser, self.source = new_chooser(chosen), self
 
     def prepare(self, done: Sequence[int], q_len: Sequence[int]) -> None:
         """Sets the inputs of a step. done: tokens of each sequence before it; q_len: the new ones"""
@@ -163,8 +158,8 @@ class NeedleLayer:
     def _ask(self, seq: int, there: slice) -> NeedleQueries:
         if isinstance(self.problem.indexer, AllKeys):
             return NeedleQueries.of(self.problem, there.start, there.stop, self._generator)
-        assert self._source is not None
-        pointed = self._source._chooser.pointed[seq]
+        assert self.source is not None
+        pointed = self.source._chooser.pointed[seq]
         return NeedleQueries.of_selection(self.problem, pointed, there.start, there.stop)
 
     def run(self, layers: LayerCalls, number: int, num_tokens: int) -> Tensor:

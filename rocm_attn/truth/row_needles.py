@@ -1,7 +1,5 @@
 """RowNeedles: the needle test of one row in all layers of a serving model, and its findings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

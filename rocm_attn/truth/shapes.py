@@ -1,7 +1,5 @@
 """Layers of well-known models, for a truth test without a config file: one layer of each kind, on one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """TruthVerdict: the finding of a run of LiveTruth. Imports no torch: a server's front reads verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ the pool is. Here requests get pages at the beginning of the pool and around eve
 of them leads from a page in use to another one in use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rocm_attn.paging.index_spaces import num_pages

@@ -3,8 +3,6 @@
 It looks the pages up in the table that the layer's kernel has read, so it finds wrong tables and slots, too.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Bytes that a device copies and reads, and operations that it computes, per second, measured in the same process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The names that options take; the command line shows them without importing torch."""
 
-from __future__ import annotations
-
 # The suites of suites.py. "all" is all of them, in this order.
 SUITES = (
     "few-tiles",

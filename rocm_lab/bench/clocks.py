@@ -18,7 +18,6 @@ class Clock(Protocol):
 
     def timed(self, runs: Sequence[Run]) -> Timed:
         """Returns a timer for one round of launches. runs: the same work over different data; each is called"""
-        ...
 
 
 class Timed(Protocol):
@@ -26,11 +25,9 @@ class Timed(Protocol):
 
     def microseconds(self) -> float:
         """Returns the time per launch, over a round of all."""
-        ...
 
     def run(self, seconds: float) -> int:
         """Launches for about this long, at least once, and waits. Returns the number of launches."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +152,6 @@ def clock_of(device: torch.device, round_us: float) -> Clock:
 
 
 def median_us(clock: Clock, run: Run, rounds: int = 7) -> float:
-    """Returns the median time of one launch."""
-    return median_of(clock.timed([run]), rounds)
-
-
-def median_of(timed: Timed, rounds: int) -> float:
-    """Returns the median microseconds of one launch, over this many rounds."""
+    """Returns the median time of one launch, over this many rounds."""
+    timed = clock.timed([run])
     return statistics.median(timed.microseconds() for _ in range(rounds))

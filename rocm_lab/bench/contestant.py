@@ -1,7 +1,5 @@
 """The interface of a library's attention that is timed: it prepares launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,4 +43,3 @@ class Contestant(Protocol):
 
     def prepare(self, data: StepData) -> LayerLaunch:
         """Does all the work that is done once per step. Raises NotServed with a reason."""
-        ...

@@ -1,7 +1,5 @@
 """The contestants for a step's layer: this package's providers, and other libraries' kernels if they are installed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,10 +21,7 @@ DETERMINISTIC = "+deterministic"
 
 @dataclass(frozen=True, slots=True)
 class OwnProvider:
-    """A provider of this package's.
-
-    provider: a name of PROVIDERS
-    """
+    """A provider of this package's. provider: a name of PROVIDERS"""
 
     provider: str
     deterministic: bool = False

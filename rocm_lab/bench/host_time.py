@@ -3,8 +3,6 @@
 All tokens of a sequence have the same V here, so the output is known. If it is wrong, no time is reported.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

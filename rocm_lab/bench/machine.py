@@ -1,7 +1,5 @@
 """A result file's description of the machine and the code that was measured."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

@@ -4,8 +4,6 @@ A connection serves one request, and its bytes are read as they come: a client o
 than a fast server leaves for it. Several processes share the requests of a trace that one could not keep up with.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -4,8 +4,6 @@ windows, lengths, eight-bit pages and latent ones.
 A row whose share of the lower bound is far below those of its like, or that is slower than a peer, is a cliff.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping

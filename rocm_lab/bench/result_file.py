@@ -1,7 +1,5 @@
 """Result files: the measurements with every sample, the machine, and the settings."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

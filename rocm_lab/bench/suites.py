@@ -1,10 +1,9 @@
 """Named layers and steps, as models have them, to measure changes of the kernels on."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,14 +55,6 @@ def ragged_chunks() -> BatchSpec:
     chooser = random.Random(5)
     new = [chooser.choice((17, 64, 130, 300, 600)) for _ in range(12)]
     return BatchSpec.of_lengths((q_len, chooser.randrange(100, 6000)) for q_len in new)
-
-
-def _few_tiles() -> Iterator[SuiteCase]:
-    return _chunks_of(_FEW_TILES)
-
-
-def _odd_dims() -> Iterator[SuiteCase]:
-    return _chunks_of(_ODD_DIMS)
 
 
 def _chunks_of(layouts: Sequence[tuple[int, int, int]]) -> Iterator[SuiteCase]:
@@ -144,8 +135,8 @@ def _case(sizes: LayerSizes, batch: str, *, page_size: int = _PAGE_SIZE) -> Suit
 
 
 _MAKERS: Mapping[str, Callable[[], Iterator[SuiteCase]]] = {
-    "few-tiles": _few_tiles,
-    "odd-dims": _odd_dims,
+    "few-tiles": partial(_chunks_of, _FEW_TILES),
+    "odd-dims": partial(_chunks_of, _ODD_DIMS),
     "verify": _verify,
     "mixed": _mixed,
     "chunks": _chunks,

@@ -1,7 +1,5 @@
 """Synthetic requests: Poisson arrivals and log-normal lengths, the same ones for a seed."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

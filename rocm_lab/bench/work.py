@@ -1,7 +1,5 @@
 """The least that a layer of a step must read, write and multiply."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

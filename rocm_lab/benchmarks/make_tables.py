@@ -3,8 +3,6 @@
 README.jinja is the page. Each result file is a variable of its name.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

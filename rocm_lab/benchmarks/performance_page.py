@@ -3,8 +3,6 @@
 python -m rocm_lab.benchmarks.performance_page [rocm_lab/benchmarks/results/kernels_h200.json]
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

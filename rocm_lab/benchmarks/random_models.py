@@ -1,7 +1,5 @@
 """Models of random weights on a GPU, for benchmarks whose times do not depend on what a text says."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from zlib import crc32
 

@@ -10,8 +10,6 @@ decode: the prompts of all requests, 512 tokens each, are computed; the median t
 prompt: one prompt of 8,192 tokens alone, until its token comes; the median of a few
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator

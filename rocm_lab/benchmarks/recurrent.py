@@ -10,8 +10,6 @@ strengths from a model's values itself.
 Exits with 1, after writing the file, if a result is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ whole:  all time in Engine.step() less the waits for the device, including readi
 idle:   the GPU's, by events around the launches of each step, in a separate run: the events cost the host time
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator

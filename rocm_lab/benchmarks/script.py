@@ -1,7 +1,5 @@
 """The command line of a benchmark, and the result file that it writes."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable
 from pathlib import Path

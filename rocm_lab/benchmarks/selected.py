@@ -8,8 +8,6 @@ token, in bfloat16 or as records (cache/records.py). vLLM's wheel has the librar
 an engine does, which are made before timing. Exits with 1, after writing the file, if a result is wrong.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Iterator

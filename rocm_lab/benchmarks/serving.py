@@ -13,8 +13,6 @@ take part. The result has the server's own lines about its start.
 --url measures a server that runs already. Its prefix cache finds nothing: each prompt begins with tokens of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

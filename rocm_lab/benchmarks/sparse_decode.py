@@ -7,8 +7,6 @@ of the bytes that have to be read once: index keys and their scales, and the sel
 the file, if a result is wrong or the first case takes longer than allowed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -20,8 +20,6 @@ floor_us:  StepTimes, with the bandwidth that a large read and the rate that a l
 kernels:   microseconds and launches of a step, by kernel
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import statistics

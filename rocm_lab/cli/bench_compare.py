@@ -1,7 +1,5 @@
 """`rocm-attn bench compare`: how a change affected times, if two runs can show it."""
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`rocm-attn bench kernels`: runs one layer of a step by each provider, checks it and then times it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

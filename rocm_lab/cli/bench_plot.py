@@ -1,7 +1,5 @@
 """`rocm-attn bench plot`: pictures of a run."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`rocm-attn bench serve`: a trace of requests to any server that speaks OpenAI's API."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import importlib

@@ -1,7 +1,5 @@
 """`rocm-attn bench traffic`: a made-up trace of requests, as a file."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

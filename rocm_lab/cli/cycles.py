@@ -1,7 +1,5 @@
 """`rocm-attn cycles`: clocks of the hot loop of compiled kernels, and its work for the bytes that it loads."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

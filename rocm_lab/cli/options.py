@@ -1,7 +1,5 @@
 """The options of the laboratory's commands, each written once. Imports only the standard library."""
 
-from __future__ import annotations
-
 from rocm_attn.cli.options import option, positive, switch
 
 DUMP = option("dump", metavar="DUMP", help="file from a flight recorder, or a server's .evidence file")

@@ -1,7 +1,5 @@
 """`rocm-attn read-report`: rows of tiles and a list of differences, from a report."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`rocm-attn replay-step --simulate`: the cause of a wrong layer, from the evidence that a server left."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rocm-attn simulate`: runs a script whose Triton kernels are executed as AMD machine code, and reports on each."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import runpy

@@ -1,7 +1,5 @@
 """`rocm-attn soak`: random steps of a tiny model, every output compared with the reference."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping

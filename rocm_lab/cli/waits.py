@@ -1,7 +1,5 @@
 """`rocm-attn waits`: whether compiled kernels wait for what they use; by the hash of the code object."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """The count of a kernel's hot loop: clocks of an iteration, and the share of the matrix units' ceiling."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ has waited longest. All four SIMDs of a CU do the same, so that each has a quart
 Not known here: conflicts of LDS banks, misses of caches, fetches of instructions, register ports, clocks under load.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ the paths from its first block back to it, the one with the most matrix instruct
 the most loads, and then with the fewest instructions: a correction that few iterations need counts as skipped.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rocm_lab.simulator.assembly import Assembly, Instruction

@@ -4,8 +4,6 @@ The page has the table between two marks; it is written whole. The files are tho
 has.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -17,8 +17,6 @@ Sources, by the names that the constants cite:
               of LDS reads of CDNA 3
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from enum import Enum

@@ -7,8 +7,6 @@ byte however often it is unrolled; what it loads in one iteration and uses in a 
 switched off, and those that read the same bytes, count as if they read others.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

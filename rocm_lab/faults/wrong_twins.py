@@ -4,8 +4,6 @@ Debugging selects them by the safeguard's id (rocm_attn/guards/registry.py), one
 changes. Each does what a plain implementation would do. None is meant to be fast: some of them wait for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

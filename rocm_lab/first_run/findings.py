@@ -7,8 +7,6 @@ registers, scratch, waves
            the driver's figures of a kernel differ from those that its assembly states
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import tempfile

@@ -5,8 +5,6 @@ fastest candidate that is right, over enough rounds, and faster than today's row
 made of a report with a failed test, of another Triton than the one that is asked for, or of a row that serves no more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Files of AITER at one release, read from a clone's git objects. Nothing is checked out or imported."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -3,8 +3,6 @@
 No cell is written by hand. sources.json has what AITER's sources declare; sources.py writes it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@
 AITER_SOURCE names a clone of ROCm/aiter with its tags. No signature in the file is typed.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import subprocess

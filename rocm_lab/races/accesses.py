@@ -6,8 +6,6 @@ transitive: see C. Flanagan and S. Freund, "FastTrack: Efficient and Precise Dyn
 in no order and yet no race, so each is also compared with every other access to its place that is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

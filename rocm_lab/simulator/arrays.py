@@ -1,7 +1,5 @@
 """Arrays of lanes, and the types that operands have."""
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import numpy as np

@@ -4,8 +4,6 @@ Sources: LLVM's "User Guide for AMDGPU Backend" (kernel descriptor, initial regi
 "Syntax of AMDGPU Instructions" for operands and modifiers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

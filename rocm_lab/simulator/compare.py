@@ -6,8 +6,6 @@ Each script launches Triton kernels on tensors of the CPU, and asserts what it e
 is the head; the base is checked out into a folder of its own. Exit code 1 if a script does not pass at the head.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

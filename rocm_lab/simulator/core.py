@@ -4,8 +4,6 @@ Every instruction of a kernel is built once, over the arrays of one core; a wave
 Numbers of scalar registers and initial state: "AMD Instinct MI300 Instruction Set Architecture", chapter 3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -7,8 +7,6 @@ assembler's own tables is assembled without operands, and the answer tells instr
 3.9 or newer.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -5,8 +5,6 @@ from the same source, else the compiler. If the code is right, it was run wrongl
 finds one, or the hardware, or a race between waves that the simulator's order does not show.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

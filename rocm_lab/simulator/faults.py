@@ -1,7 +1,5 @@
 """The exceptions that stop a simulation."""
 
-from __future__ import annotations
-
 
 class SimulationFault(Exception):
     """The program did something forbidden: a stray address, a race, a read of memory that was never written."""

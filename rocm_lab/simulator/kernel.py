@@ -3,8 +3,6 @@
 Initial registers: LLVM's "User Guide for AMDGPU Backend", "Initial Kernel Execution State", for architected gfx9.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 It runs all launches: of this project, of Gluon kernels, and of libraries that know nothing of the simulator.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import struct

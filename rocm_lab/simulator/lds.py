@@ -5,8 +5,6 @@ the same interval is a race, in any order of the simulator; two waves that write
 that add to it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from rocm_lab.simulator.arrays import Array

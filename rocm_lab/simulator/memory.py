@@ -4,8 +4,6 @@ An allocation is memory of this process at its own address, so a cache of severa
 nothing, and its 64-bit addresses are real.
 """
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Sources: "AMD Instinct MI300 Instruction Set Architecture", chapters 5 and 6 (sc
 abs and neg) and LLVM's "Syntax of AMDGPU Instruction Operands".
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 It is loaded wherever rocm-lab is installed, so it imports nothing until a test uses the fixture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

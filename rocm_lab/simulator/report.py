@@ -1,7 +1,5 @@
 """KernelReport: a simulated kernel's instructions, registers and LDS, its loop's clocks, missing waits, and races."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache

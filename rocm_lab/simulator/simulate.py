@@ -1,7 +1,5 @@
 """simulate(): runs one launch of a Triton or Gluon kernel as AMD machine code, on CPU tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

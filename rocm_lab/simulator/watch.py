@@ -1,7 +1,5 @@
 """How the programs and the waves of a launch take turns, and a place from which all they do can be watched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Some sequences are served again, each alone, unpadded and eagerly, with all toke
 for all layers. Their new tokens must get the same bits as in the step, whatever other sequences and steps there were.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Calls: what a call may do, whatever it is: be taken and be right, be reported, or be refused and change nothing."""
 
-from __future__ import annotations
-
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ A row goes on at token 0, after any of the tokens of a step that had `kept` or f
 step, after the tokens before its last step, and where a copy was made. It may go on elsewhere too, and is right then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ must be refused is refused, or its rows are reported; whatever else is taken lea
 and each fork with the KV that the oracle has for it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress

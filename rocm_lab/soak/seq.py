@@ -1,7 +1,5 @@
 """Seq: one sequence of a step, as the runtime and as the oracle know it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from rocm_lab.soak.model import looked_up

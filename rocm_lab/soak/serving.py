@@ -1,7 +1,5 @@
 """Verbs of a server: steps that must be taken, of requests that grow, share pages, run out of them and end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain, repeat

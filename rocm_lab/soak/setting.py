@@ -1,7 +1,5 @@
 """Setting: the runtime of a scene. Scenes of most kinds always have the same one; those of one kind are drawn."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Verbs of steps that say what their tokens see or share, or whose tokens are taken back."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

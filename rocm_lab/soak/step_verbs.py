@@ -1,7 +1,5 @@
 """Verbs of steps: whole, in halves, call by call, again, in rounds of drafts, and moves of what was accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -135,19 +133,14 @@ def step_whole(scene: Scene) -> None:
     padded_step(scene, by_hand, "a step")
 
 
-def by_hand(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+def by_hand(scene: Scene, batch: StepBatch, pad_to: PadTo | None, *, halves: int = 1) -> Tensor:
     """Run a step call by call."""
-    return finish_by_hand(scene, scene.runtime.step(batch, scene.runtime.plan(batch, pad_to)), batch)
+    return finish_by_hand(scene, scene.runtime.step(batch, scene.runtime.plan(batch, pad_to, halves=halves)), batch)
 
 
 def step_halves(scene: Scene) -> None:
     """The same in two halves."""
     padded_step(scene, by_hand_in_halves, "two halves")
-
-
-def by_hand_in_halves(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
-    """Run a step in two halves, call by call."""
-    return finish_by_hand(scene, scene.runtime.step(batch, scene.runtime.plan(batch, pad_to, halves=2)), batch)
 
 
 def step_compiled(scene: Scene) -> None:
@@ -196,14 +189,9 @@ def run_graphed(scene: Scene) -> None:
     padded_step(scene, by_runner, "runner.run")
 
 
-def by_runner(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+def by_runner(scene: Scene, batch: StepBatch, pad_to: PadTo | None, *, halves: int = 1) -> Tensor:
     """Run a step by the runner, as a graph where there are some."""
-    return scene.runner.run(batch, pad_to)
-
-
-def by_runner_in_halves(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
-    """The same of a step in two halves."""
-    return scene.runner.run(batch, pad_to, halves=2)
+    return scene.runner.run(batch, pad_to, halves=halves)
 
 
 def run_graphed_halves(scene: Scene) -> None:
@@ -211,7 +199,7 @@ def run_graphed_halves(scene: Scene) -> None:
     padded_step(scene, by_runner_in_halves, "runner.run in halves")
 
 
-_IN_HALVES: tuple[Run, Run] = by_hand_in_halves, by_runner_in_halves
+by_hand_in_halves, by_runner_in_halves = _IN_HALVES = partial(by_hand, halves=2), partial(by_runner, halves=2)
 
 
 def a_run(scene: Scene) -> Run:

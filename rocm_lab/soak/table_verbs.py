@@ -1,7 +1,5 @@
 """Verbs of rows and kept pages, and of tokens that come from elsewhere and go there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

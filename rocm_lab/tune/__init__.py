@@ -1,7 +1,1 @@
 """A search for faster tiles on the GPU that will serve: `rocm-attn tune`."""
-
-from __future__ import annotations
-
-from rocm_lab.tune.command import run
-
-__all__ = ["run"]

@@ -5,8 +5,6 @@ that times them finds them there, and nothing else runs on the GPU meanwhile. If
 process ends: its candidate gets no time, and a sentence that says why.
 """
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import re

@@ -6,8 +6,6 @@ takes, or whose loads in flight do not fit LDS, are not listed. Those of Hopper'
 the kernels (hopper.py), and some change several fields at once.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence

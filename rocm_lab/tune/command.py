@@ -1,7 +1,5 @@
 """`rocm-attn tune`: searches faster tiles for a model's layers on this GPU, and keeps them where runtimes look."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

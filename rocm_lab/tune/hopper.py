@@ -11,8 +11,6 @@ The rates are those of NVIDIA's "H100 Tensor Core GPU Architecture" (2022). PASS
 LATENCY, of a box from L2, are assumed: they rank layouts, and predict no time.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A candidate gets a line before it is compiled. If it takes the process down, later searches skip it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

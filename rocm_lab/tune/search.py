@@ -5,8 +5,6 @@ GPU for a while slows both. A candidate that looks faster is measured again over
 four of those rounds are faster than the choice in use by LEAST_GAIN, and faster than the best so far.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -61,22 +59,18 @@ class Bench(Protocol):
 
     def expect(self, tasks: Sequence[Task]) -> None:
         """Announces candidates that are likely to be judged next, in order."""
-        ...
 
     def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
         """Compares a candidate with the reference, in steps of the kinds that are timed.
 
         Raises SearchEnded if the device has stopped working.
         """
-        ...
 
     def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
         """Does the same in steps of other kinds that the row would serve. Their kernels are compiled apart."""
-        ...
 
     def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
         """Times two tiles, in turn."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,6 @@
 A value that is not known, or that may exceed 32 bits, has no bounds: it can be anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

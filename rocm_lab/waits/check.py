@@ -1,7 +1,5 @@
 """The verdict on a kernel's waits: proved, faults with their paths, or not checked and why."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum

@@ -14,8 +14,6 @@ A counter that is full stops the next instruction, so that 63 later memory opera
 an operation too, and the largest count in s_waitcnt waits for nothing (ROCm/rocm-systems#11202).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from enum import Enum

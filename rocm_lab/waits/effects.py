@@ -6,8 +6,6 @@ is read too. Sources: "AMD Instinct MI300 Instruction Set Architecture" and "AMD
 Architecture", chapters 5 to 12.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from enum import Enum

@@ -5,8 +5,6 @@ states since. Where paths meet, the smaller age counts, because a wait proves wh
 that the search for a fixed point ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """The control-flow graph of a kernel: the code that its first instruction leads to, and no other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rocm_lab.simulator.assembly import Assembly

@@ -4,8 +4,6 @@ A code object is read by LLVM's llvm-objdump, which must know its arch (gfx942 s
 own is found too. Source of the numbers of archs: LLVM's "User Guide for AMDGPU Backend", e_flags.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil
@@ -42,10 +40,7 @@ _DESCRIBED = re.compile(r"(?m) (\S+)\.kd$")
 
 @dataclass(frozen=True, slots=True)
 class CodeKernel:
-    """One kernel of a file.
-
-    sha256:  of the code object; of the text, if no code object of that name lies next to it
-    """
+    """One kernel of a file. sha256: of the code object; of the text, if no code object of that name lies next to it"""
 
     path: Path
     arch: str

@@ -5,8 +5,6 @@
 The page has a table between two marks; the lines of the same source are written anew.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter, defaultdict

@@ -10,8 +10,6 @@ bounds in the others, which come back when EXEC may grow. EXEC is whole at the s
 s_and_saveexec kept of it comes back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import reduce
 

@@ -3,8 +3,6 @@
 The numbers are the simulator's: a0 follows v255; 106 is VCC, 124 M0, 126 EXEC.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

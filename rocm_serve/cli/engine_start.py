@@ -1,7 +1,5 @@
 """EngineStart: the message from which the engine's process of `rocm-attn serve` makes its engine. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rocm_attn.machine.whole_files import require_place

@@ -1,7 +1,5 @@
 """`rocm-attn generate`: continue prompts with a model. Text on stdout, everything else on stderr."""
 
-from __future__ import annotations
-
 import argparse
 import codecs
 import json

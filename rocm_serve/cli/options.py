@@ -1,7 +1,5 @@
 """The options of generate and serve, each written once. Imports only the standard library and option texts."""
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine of `rocm-attn serve`, made in its own process, which imports torch; the server's process does not."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """The request that the flags of `rocm-attn generate` describe."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

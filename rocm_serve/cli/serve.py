@@ -4,8 +4,6 @@ Two processes serve. The engine's imports torch; this one, with HTTP and the tok
 first, so that it imports torch and reads weights while this one imports its own libraries.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -1,7 +1,5 @@
 """A model's attention layers: projections, norms, rope and the calls of the runtime, for MHA, GQA and MLA."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -3,8 +3,6 @@
 Between the products rows lie by expert: see ExpertGroups.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """The scales of eight-bit K and V in a model's file; its author chose them for E4M3FN."""
 
-from __future__ import annotations
-
 from rocm_attn.errors import BadModel
 from rocm_attn.models.tensors import TensorSource
 

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 class LayerInput:
-    """The input of a layer for a step's tokens.
-
-    rows: [tokens, hidden], normalised
-    """
+    """The input of a layer for a step's tokens. rows: [tokens, hidden], normalised"""
 
     def __init__(self, linears: Linears, rows: Tensor) -> None:
         self._linears, self._rows = linears, rows

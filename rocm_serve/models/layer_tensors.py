@@ -1,7 +1,5 @@
 """LayerTensors: the tensors of a part of a layer, under the names that they have within it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -5,8 +5,6 @@ therefore add up in one order. On a CPU rows are computed in blocks of a fixed s
 zeros, as are few outputs.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """load_model: reads a model's config, weights and tokenizer."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ tokens read the matrices that they chose one by one. No size depends on the rout
 captured like any other.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The weights of a layer's MLP, dense or of experts, read from the tensors of a file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -67,10 +65,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseAndExpertWeights:
-    """Weights of a dense MLP and of experts next to it.
-
-    dense_out_norm, experts_norm, experts_out_norm: [hidden]
-    """
+    """Weights of a dense MLP and of experts next to it. dense_out_norm, experts_norm, experts_out_norm: [hidden]"""
 
     dense: DenseWeights
     dense_out_norm: Tensor

@@ -6,8 +6,6 @@ therefore runs eagerly, is captured, and runs the halves of a split step. Tensor
 in its linear layers, and where they gather. The sizes of a rank's part are in its config and weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """Finds the files of a model by its name. Imports no torch."""
 
-from __future__ import annotations
-
 import importlib.util
 from os import PathLike
 from pathlib import Path

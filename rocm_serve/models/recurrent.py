@@ -4,8 +4,6 @@ KINDS has the kinds. Each reads a rank's part of its weights, and computes the r
 the output's matrix takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The gates around a recurrence: those of its tokens, and those of its output. By a kernel, and by torch on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

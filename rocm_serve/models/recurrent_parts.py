@@ -1,7 +1,5 @@
 """The parts that every kind of recurrent layer is made of: how a rank reads its weights, and how a step is run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -21,10 +19,7 @@ Weights = TypeVar("Weights")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentTensors(LayerTensors):
-    """The tensors around a layer's recurrence that a rank holds.
-
-    layer: of the whole model
-    """
+    """The tensors around a layer's recurrence that a rank holds. layer: of the whole model"""
 
     layer: RecurrentLayer
     projections: RecurrentProjections

@@ -1,7 +1,5 @@
 """RenamedTensors: a model's file whose tensors have other names, or also hold parts that are no text model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from torch import Tensor

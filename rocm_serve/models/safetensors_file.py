@@ -1,7 +1,5 @@
 """SafetensorsFiles: the tensors of a directory with one safetensors file, or many and an index."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any

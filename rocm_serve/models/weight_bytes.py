@@ -1,7 +1,5 @@
 """The weights of a model on one rank, counted from its config alone, before anything is downloaded."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,8 +6,6 @@ only its part: rows of matrices whose output it has a part of, columns of those 
 of the output matrix.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

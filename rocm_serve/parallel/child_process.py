@@ -1,7 +1,5 @@
 """The end of processes that another one has started, and how processes serve without pauses. Imports no torch."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -79,10 +79,7 @@ class _Rank:
 
 
 class RankProcesses:
-    """Running ranks, each in a process of its own.
-
-    has_work: of the engines, after their last answer
-    """
+    """Running ranks, each in a process of its own. has_work: of the engines, after their last answer"""
 
     def __init__(self) -> None:
         self.has_work = False

@@ -4,8 +4,6 @@ The front process sends all ranks the same commands. Rank 0 answers with results
 rank ends when it gets CLOSE, when its pipe ends, or when the front process is gone, whatever collective it is in then.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import pickle
@@ -45,10 +43,7 @@ _ENVIRONMENT = {
 
 
 def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
-    """Serves commands until there are no more; does not return.
-
-    words: takes the process's stdout and stderr
-    """
+    """Serves commands until there are no more; does not return. words: takes the process's stdout and stderr"""
     threading.Thread(target=end_with_parent, args=(Path(setup.store).parent,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes; the front ends us
         signal.signal(number, signal.SIG_IGN)

@@ -6,8 +6,6 @@ sequence: nothing is picked for it, and its last token is computed again in a la
 until its mask is there, and so is a sequence whose last mask was slow. So a mask that takes long delays only its text.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Many

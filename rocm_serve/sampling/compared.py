@@ -1,7 +1,5 @@
 """RankComparison: lets several ranks compare their requests and tokens when they meet before a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import chain
 from zlib import crc32

@@ -1,7 +1,5 @@
 """Logprobs: the log probabilities of a token and of the likeliest tokens in its place."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ without these parameters. The logits of rows with penalties, biases, a mask, top
 separate float32 buffer, and the same kernel samples from it. Logprobs are computed from the model's raw logits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Only the standard library is imported, because --help does not wait for torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from numbers import Real
 

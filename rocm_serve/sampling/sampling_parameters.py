@@ -1,7 +1,5 @@
 """SamplingParameters: what sampling needs in addition to random numbers: penalties, biases, masks, logprobs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -4,8 +4,6 @@ A sequence's row of the table is updated before a token is sampled, with the tok
 need not know the last of these. Counts that were lost in a step with a fault are counted again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The address of a server: its socket, and its URL."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 

@@ -1,7 +1,5 @@
 """ApiError: an error answer in OpenAI's form."""
 
-from __future__ import annotations
-
 from rocm_attn.errors import BadModel, BadRequest, FitsLater, RocmAttnError
 from rocm_serve.async_engine import EngineEnded
 from rocm_serve.limits import ContextExceeded

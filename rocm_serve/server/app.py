@@ -1,7 +1,5 @@
 """The application: routes, and errors in OpenAI's form."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The versions that a server runs, for the labels of rocm_attn_build_info."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 

@@ -1,7 +1,5 @@
 """Arguments of function calls, as JSON: from JSON itself, from parameters that are texts, and from Python."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Finding the forms in which a model writes calls and reasoning, by its chat template."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re

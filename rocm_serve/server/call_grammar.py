@@ -1,7 +1,5 @@
 """Grammars that hold an answer to a model's form of calls, and let its reasoning come first."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

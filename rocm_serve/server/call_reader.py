@@ -1,7 +1,5 @@
 """AnswerReader: finds reasoning and function calls in a text that comes in pieces, by rows of written_forms.py."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Generator, Mapping

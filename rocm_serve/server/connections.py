@@ -4,8 +4,6 @@ uvicorn does not bound their number and time. A connection that sends nothing, o
 ever.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """ConstraintChecks: lets only those constraints of clients reach the engine that a separate process could compile."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import partial

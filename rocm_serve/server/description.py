@@ -1,7 +1,5 @@
 """The OpenAPI description of answers, which are made without FastAPI's models: OpenAI's types describe their JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Json = dict[str, Any]

@@ -1,7 +1,5 @@
 """Descriptors: the process's limit of open files, which bounds its connections."""
 
-from __future__ import annotations
-
 import os
 import resource
 

@@ -1,7 +1,5 @@
 """EmittedTokens: logprobs in OpenAI's two forms, and in vLLM's form for prompts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

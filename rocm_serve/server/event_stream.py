@@ -1,7 +1,5 @@
 """EventStream: an answer that is sent as server-sent events while it is generated."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

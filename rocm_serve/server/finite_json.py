@@ -1,7 +1,5 @@
 """The JSON of call arguments: its numbers are finite and fit Python's types."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import NoReturn

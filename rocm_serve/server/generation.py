@@ -1,7 +1,5 @@
 """Generation: the engine's requests for a job, and their results."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

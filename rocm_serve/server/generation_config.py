@@ -1,7 +1,5 @@
 """Defaults of sampling: the model's own, as its authors write them in generation_config.json, or OpenAI's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

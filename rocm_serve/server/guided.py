@@ -1,7 +1,5 @@
 """Fields of bodies that constrain the answer, as OpenAI, vLLM and SGLang name them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Health: whether the server can serve anything, as its own requests and its truth probe have shown."""
 
-from __future__ import annotations
-
 
 class Health:
     """The requests that failed in a row, and the last verdict of the truth probe.

@@ -1,7 +1,5 @@
 """The server's counts for HTTP, in addition to the engine's Metrics, and Linux's figures for its process."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections import Counter

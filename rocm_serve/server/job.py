@@ -1,7 +1,5 @@
 """Job: one HTTP request that asks for text, from its arrival to the last byte of its answer. Jobs: all of them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager

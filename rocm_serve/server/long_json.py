@@ -1,7 +1,5 @@
 """The JSON of long answers, item by item: one call for all of it would hold every other thread up for seconds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

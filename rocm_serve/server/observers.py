@@ -1,7 +1,5 @@
 """Observers: an ended request is reported as a line of JSON, to the counts of its API key, to health and to traces."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Only the standard library is imported, so that --help does not wait for torch.
 """
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,10 +21,7 @@ _FORMS: dict[str, Iterable[CallForm | ReasoningForm]] = {"tool_parser": CALL_FOR
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The server's address, and the limits of one request.
-
-    Raises BadSetting.
-    """
+    """The server's address, and the limits of one request. Raises BadSetting."""
 
     host: str = option(LOOPBACK, "address that the server listens on", unit="ADDRESS")
     port: int = option(

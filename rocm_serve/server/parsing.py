@@ -3,8 +3,6 @@
 Either parser holds Python's lock from a body's first byte to its last. After a long one streams have a turn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

@@ -3,8 +3,6 @@
 The record of a request is found from any code that runs for it, so errors have the request's id wherever they are made.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

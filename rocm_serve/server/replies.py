@@ -125,10 +125,7 @@ class _WithChoices:
 
 
 class CompletionReplies(_WithChoices):
-    """Answers of /v1/completions.
-
-    echoed: text before each choice's own; empty if the prompts are not asked for
-    """
+    """Answers of /v1/completions. echoed: text before each choice's own; empty if the prompts are not asked for"""
 
     def __init__(
         self,

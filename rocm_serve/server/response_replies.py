@@ -1,7 +1,5 @@
 """ResponseReplies: answers of /v1/responses, whole or in typed events."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The body of /v1/responses, which becomes one of /v1/chat/completions: the two differ in form alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Runs a server: its signals, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

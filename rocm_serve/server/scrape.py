@@ -1,7 +1,5 @@
 """Scrape: answers /metrics, so that a scraper that comes often costs no steps."""
 
-from __future__ import annotations
-
 import asyncio
 
 from rocm_attn.errors import RocmAttnError

@@ -1,7 +1,5 @@
 """Fields of conversations that say how the chat template writes them."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field

@@ -1,7 +1,5 @@
 """Routes that OpenAI lacks, with vLLM's names and fields: texts and their tokens, and small facts about the server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

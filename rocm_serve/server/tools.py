@@ -1,7 +1,5 @@
 """The parts of bodies about functions that a model may ask to call, in the form of OpenAI's API."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -1,7 +1,5 @@
 """TruthProbe: answers /health/truth, so that clients that ask often cost no steps."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from itertools import count

@@ -4,8 +4,6 @@ An answer that silently differs from the request is worse than none. Fields that
 instead, as all unknown ones are.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

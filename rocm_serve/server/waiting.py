@@ -11,10 +11,7 @@ from rocm_serve.server.options import ServerOptions
 
 
 class WaitingBytes:
-    """The bytes of all bodies, in total and by client. The event loop's thread owns them.
-
-    counts: gets the total
-    """
+    """The bytes of all bodies, in total and by client. The event loop's thread owns them. counts: gets the total"""
 
     def __init__(self, options: ServerOptions, counts: HttpMetrics) -> None:
         self._counts = counts

@@ -10,8 +10,6 @@ A series of rounds ends when a request arrives, ends or is aborted, when pages r
 are no longer the right ones. Then the launched rounds are read, and the host plans the next step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import cast

@@ -6,8 +6,6 @@ draft round: one publication and one graph (batch/drafts.py), in which the devic
 continues. The host reads the drafts of all sequences at once, at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Many
 from collections.abc import Set
 from dataclasses import dataclass, field

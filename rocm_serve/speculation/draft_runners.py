@@ -1,7 +1,5 @@
 """The two forwards of a draft model: one stores new tokens and returns the first drafts, one runs a draft round."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace

@@ -8,8 +8,6 @@ The head has its own rows and KV. For a sequence that starts with cached pages, 
 states of the earlier tokens, so its row in the head starts after them. Its drafts may be worse.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Many
 from collections.abc import Set
 from dataclasses import dataclass

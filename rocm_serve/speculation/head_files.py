@@ -1,7 +1,5 @@
 """Loads the tensors of a draft head from its files, or makes random ones."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 

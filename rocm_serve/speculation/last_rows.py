@@ -1,7 +1,5 @@
 """The model's forward in verify steps: it returns logits of several last tokens of each sequence."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

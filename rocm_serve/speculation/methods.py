@@ -1,7 +1,5 @@
 """Speculation methods, as options name them. No torch is imported: --help does not wait for it."""
 
-from __future__ import annotations
-
 from rocm_attn.errors import BadSetting
 from rocm_serve.models.places import find_model
 

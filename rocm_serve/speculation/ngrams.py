@@ -4,8 +4,6 @@ Texts that repeat themselves or their prompt, like edited code, get most of thei
 model. The method is known as prompt lookup decoding, and as n-gram speculation.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as Many

@@ -1,7 +1,5 @@
 """RowDrafter: the base of drafters that run a model, with their own rows and KV."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many

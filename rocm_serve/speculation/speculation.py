@@ -6,8 +6,6 @@ sampled from them. So each token is the one that plain decoding would have sampl
 decide only how many tokens a step yields.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Many

@@ -1,7 +1,5 @@
 """SpeculativeSteps: the engine's interface to verify steps that the device prepares itself (device_steps.py)."""
 
-from __future__ import annotations
-
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.scheduler import Scheduler
 from rocm_serve.speculation.speculation import StepPicks

@@ -1,7 +1,5 @@
 """The check that a text has whole characters: JSON can write half of one."""
 
-from __future__ import annotations
-
 from rocm_attn.errors import BadRequest
 
 

@@ -1,7 +1,5 @@
 """ChatTemplate: a model's format for writing a conversation as text."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Mapping, Sequence

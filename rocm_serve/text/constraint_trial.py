@@ -7,8 +7,6 @@ It reads lines of JSON, first a TrialTokens and then one Constraint after anothe
 line.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import resource

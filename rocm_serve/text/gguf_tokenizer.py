@@ -1,7 +1,5 @@
 """A tokenizer from GGUF metadata. The vocabulary is in the file; the way of splitting text is only named there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -147,8 +147,11 @@ class Matching:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
-        self._tokens_ending_in = lru_cache(_MOST_TOKENIZERS)(self._read_tokens)
+        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+        # The library's tokenizer by the tokens that end a text. Raises BadRequest if it cannot read the model's.
+        self._tokens_ending_in = lru_cache(_MOST_TOKENIZERS)(
+            lambda ends: tokens_of(tokenizer.backend.to_str(), vocab_size, ends)
+        )
         self._compiled: dict[_Key, Future[CompiledConstraint]] = {}  # least recently used first
         self._compile_threads = Threads(_AT_A_TIME)
         self._mask_threads = Threads(NUM_OF_EACH), Threads(NUM_OF_EACH)
@@ -220,10 +223,6 @@ class Matching:
     def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> LLMatcher:
         """Compiles a constraint. Raises BadRequest."""
         return compiled_of(constraint, self._tokens_ending_in(ends))
-
-    def _read_tokens(self, ends: tuple[int, ...]) -> Any:
-        """The library's tokenizer. Raises BadRequest if it cannot read the model's."""
-        return tokens_of(self._tokenizer.backend.to_str(), self._vocab_size, ends)
 
 
 def _has_failed(compiling: Future[CompiledConstraint]) -> bool:

@@ -1,7 +1,5 @@
 """StopTexts: finds where a stop text ends a text, and the part that may be printed before that is known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

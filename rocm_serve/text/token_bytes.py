@@ -5,8 +5,6 @@ ways: byte-level ones (GPT-2's scheme) have a printable character for each byte;
 "▁" for a space, and "<0xC3>" for a single byte.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

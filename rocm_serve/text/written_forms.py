@@ -12,8 +12,6 @@ A pattern is the text that a model writes, with holes. Blanks may be more or few
 {any:TEXT}    a short text without meaning; TEXT is one that serves, or a regular expression of such ones
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Finds faults of an installation or a machine and says how to fix them: `rocm-attn doctor`."""
 
-from __future__ import annotations
-
 import argparse
 
 

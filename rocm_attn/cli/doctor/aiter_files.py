@@ -1,7 +1,5 @@
 """Where AITER is and what it has compiled, read from its files: importing it would compile code and use the GPU."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import mmap

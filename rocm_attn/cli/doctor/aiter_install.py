@@ -1,7 +1,5 @@
 """Checks of AITER. Nothing here imports it, because importing AITER compiles code and uses the GPU."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

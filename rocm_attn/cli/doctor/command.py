@@ -1,7 +1,5 @@
 """`rocm-attn doctor`: finds faults of this installation or this machine, and says how to fix them."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

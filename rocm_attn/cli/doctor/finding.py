@@ -1,7 +1,5 @@
 """A check of the doctor, and its verdict."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of the GPUs: whether this process may use them, and which of them it sees."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning

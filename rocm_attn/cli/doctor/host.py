@@ -1,7 +1,5 @@
 """Checks of the host: caches, memory and variables that a serving process inherits."""
 
-from __future__ import annotations
-
 from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import Folder, Machine
 from rocm_attn.errors import BadSetting

@@ -1,7 +1,5 @@
 """Faults of the installed releases that others have reported in public: the table of rocm_attn.machine.known_bad."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rocm_attn.cli.doctor.finding import Diagnosis, Finding, MachineCheck, problem, skipped, warning

@@ -5,8 +5,6 @@ process that has loaded them (/proc/self/maps). Versions come from the libraries
 libhsa-runtime64.so.1.18.70204 is of ROCm 7.2.4.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """A machine as the checks of the doctor see it: facts. Tests write them by hand; reading.py reads the real machine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ prints one JSON object in a line of its own, after words that mark it: a library
 has loaded, or {path: message of the dynamic linker} for modules. No GPU memory is touched.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Reads the real machine. System files are read under a root folder, so that a test can build one."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Every check, in the order in which a reader can act on them, and their findings on a machine."""
 
-from __future__ import annotations
-
 from rocm_attn.cli.doctor import aiter_install, gpus, host, known_faults, rocm_libraries, rocm_release, triton_install
 from rocm_attn.cli.doctor.finding import Finding, MachineCheck
 from rocm_attn.cli.doctor.machine import Machine

@@ -1,7 +1,5 @@
 """Checks of the ROCm libraries that torch has loaded, against torch, the system and one another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning

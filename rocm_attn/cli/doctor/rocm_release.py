@@ -1,7 +1,5 @@
 """Checks of torch and of the ROCm release under it."""
 
-from __future__ import annotations
-
 from rocm_attn.cli.doctor.finding import Diagnosis, Severity, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, Release, TorchBuild, release_name
 

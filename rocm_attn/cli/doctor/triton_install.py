@@ -1,7 +1,5 @@
 """Checks of Triton and of its requirements for compiling."""
 
-from __future__ import annotations
-
 from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, TritonBuild, release_of
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS

@@ -4,8 +4,6 @@ A program that was written for FlashInfer runs after `import rocm_attn.integrati
 and names that are not served raise Unsupported with a reason. docs/flashinfer.md lists the differences.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from rocm_attn.integrations.flashinfer.names import refuse_name

@@ -1,7 +1,5 @@
 """Attention of batches of any lengths, and with sinks in its softmax. Names and arguments are FlashInfer's."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Levels of shared KV, and merging over them. Names and arguments are FlashInfer's."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch

@@ -4,8 +4,6 @@ The cells of a sequence are [q_len, kv_len], one sequence after the other. Token
 kv_len - q_len + i, which is negative if a sequence has more new tokens than KV.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

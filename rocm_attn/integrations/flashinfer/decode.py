@@ -1,7 +1,5 @@
 """Decode: one new token, or a few, in each sequence of a batch. Names and arguments are FlashInfer's."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings

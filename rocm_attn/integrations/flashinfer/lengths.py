@@ -1,7 +1,5 @@
 """The lengths of a batch on the host, from the arguments of plan(). If they are on a device, one copy brings them."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass

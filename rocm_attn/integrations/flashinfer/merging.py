@@ -3,8 +3,6 @@
 A state is an output [tokens, heads, dim] and its log-sum-exp [tokens, heads], to base 2.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

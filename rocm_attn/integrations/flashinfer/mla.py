@@ -4,8 +4,6 @@ A row of a latent cache has a compressed part and a rotated part, ckv and kpe; V
 with both parts. If the parts are in two tensors that are not views of one, run() first copies the plan's pages to one.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -4,8 +4,6 @@ flashinfer_refused.json has them. The served names are those of __init__.pyi. Bo
 __init__.py.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A token whose sequence, place or page does not exist is not written. Infinities 
 Nothing waits for the device, so all of it may be captured.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Row r of the table begins at entry r of the list, and so overlaps with the rows 
 sequence whose pages begin at entry e uses row e. So no step gathers pages into separate rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Source: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2
 curand_uniform of CUDA's documentation. FlashInfer's samplers call these.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Every geometry that runs has an ExternalAttention over the same lists of pages. 
 geometries that ran after the previous plan. Other steps begin at their first run, which must not be captured.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

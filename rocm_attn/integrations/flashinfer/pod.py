@@ -3,8 +3,6 @@
 Source: Kamath et al., "POD-Attention: Unlocking Full Prefill-Decode Overlap for Faster LLM Inference", 2024.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

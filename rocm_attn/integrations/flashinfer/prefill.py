@@ -1,7 +1,5 @@
 """Prefill: any number of new tokens per sequence, over pages. Names and arguments are FlashInfer's."""
 
-from __future__ import annotations
-
 import functools
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Packing of masks. Names and arguments are FlashInfer's."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

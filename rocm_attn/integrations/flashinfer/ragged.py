@@ -3,8 +3,6 @@
 Kernels treat each token as a page of its own.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prefill whose new tokens are causal, and see a span of keys besides. Names and arguments are FlashInfer's."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from dataclasses import replace

@@ -12,8 +12,6 @@ Results are int32 [samples], or of the dtype of indices. return_valid: also bool
 probabilities sum to 0 or to no number, and for one that does not exist; its token is 0.
 """
 
-from __future__ import annotations
-
 from numbers import Real
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Names and arguments are FlashInfer's. There, MultiLevelCascadeAttentionWrapper replaces both of these wrappers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ that is bound to one takes all of its arguments as one value, by FlashInfer's na
 and one that is not served is refused in one place.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

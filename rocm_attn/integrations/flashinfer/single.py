@@ -1,7 +1,5 @@
 """One sequence whose K and V are two tensors: pages of one token each, in order."""
 
-from __future__ import annotations
-
 import functools
 from threading import get_ident
 from typing import Literal

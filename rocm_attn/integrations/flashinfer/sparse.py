@@ -3,8 +3,6 @@
 A row of blocks is a sequence whose pages are the blocks that it chooses, so no key of another block is read.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

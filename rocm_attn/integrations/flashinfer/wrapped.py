@@ -1,7 +1,5 @@
 """The common part of wrappers: workspaces, buffers that graphs read, the plan, and one call of run()."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Our attention in SGLang, under the name rocm_attn. Installing the package is enough; SGLang calls register()."""
 
-from __future__ import annotations
-
 from rocm_attn.integrations.plugins import SGLANG, load
 
 

@@ -7,8 +7,6 @@ are served by two ExternalAttention:
     cross attention      read each row from its beginning; a step's tokens see all that was stored of their encoder
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Reads a model's attention layers from SGLang before it serves: their Problems, sinks and pages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast

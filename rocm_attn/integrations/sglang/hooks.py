@@ -114,15 +114,11 @@ class AttentionHooks:
             whole_prompts=serving.whole_prompts,
             index_encoding=serving.index_encoding,
         )
-        self._cells: Tensor | None = None
+        # The mask of verified drafts that graphs read in place: bool [n].
+        self.mask_cells: Tensor | None = None
         self._chosen: Tensor | None = None
-        self._attention = self._build(self._table().shape[0])
-        log_kernels(SGLANG, self._attention.kernels().selections)
-
-    @property
-    def attention(self) -> ExternalAttention:
-        """The object that computes attention."""
-        return self._attention
+        self.attention = self._build(self._table().shape[0])
+        log_kernels(SGLANG, self.attention.kernels().selections)
 
     @property
     def verifies_trees(self) -> bool:
@@ -211,14 +207,14 @@ class AttentionHooks:
 
         Raises WrongState if graphs read the old ones, as long as they do.
         """
-        self._attention.take_over()
+        self.attention.take_over()
         if self.token_to_kv_pool is not self._pool_seen:
-            self._bind(self._attention, self.token_to_kv_pool)
+            self._bind(self.attention, self.token_to_kv_pool)
             self._pool_seen = self.token_to_kv_pool
         seen = self._table(), slot_map(self.token_to_kv_pool)
         if any(map(is_not, seen, self._tables_seen)):
             for space, source in self._sources().items():
-                self._attention.tables.use(source, space)
+                self.attention.tables.use(source, space)
             self._tables_seen = seen
 
     # Hooks of a step.
@@ -237,20 +233,20 @@ class AttentionHooks:
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_: object, **__: object) -> None:
         """Fixes the memory that graphs read, with room for this many sequences and tokens. Raises NeverFits."""
         if self._is_sealed:
-            bounds = self._attention.bounds
+            bounds = self.attention.bounds
             if max_bs > bounds.num_seqs or max_num_tokens > self._sealed_tokens:
                 raise NeverFits(
                     f"graphs of {max_bs} sequences and {max_num_tokens} tokens are to be captured after graphs of "
                     f"{bounds.num_seqs} and {self._sealed_tokens}; capture the largest first"
                 )
             return
-        if max_bs > self._attention.bounds.num_seqs:
-            self._attention = self._build(max_bs)
-        bounds = self._attention.bounds
+        if max_bs > self.attention.bounds.num_seqs:
+            self.attention = self._build(max_bs)
+        bounds = self.attention.bounds
         tokens = max(max_bs, max_num_tokens)
         if self._serving.with_trees:
-            self._cells = self._mask_of(max(max_bs, 1), tokens)
-        self._attention.seal(replace(bounds, num_seqs=max(max_bs, 1), num_tokens=tokens))
+            self.mask_cells = self._mask_of(max(max_bs, 1), tokens)
+        self.attention.seal(replace(bounds, num_seqs=max(max_bs, 1), num_tokens=tokens))
         self._is_sealed, self._sealed_tokens = True, tokens
 
     def _mask_of(self, num_seqs: int, num_tokens: int) -> Tensor:
@@ -264,14 +260,9 @@ class AttentionHooks:
             return torch.zeros(rows * (self.max_context_len + drafts), dtype=torch.bool, device=self._device)
 
     @property
-    def mask_cells(self) -> Tensor | None:
-        """The mask of verified drafts that graphs read in place: bool [n]; None if there is none, or none yet."""
-        return self._cells
-
-    @property
     def max_context_len(self) -> int:
         """Tokens of the longest sequence. SGLang uses it as the size of a mask if we have no room for one."""
-        return self._attention.tables.max_kv_len
+        return self.attention.tables.max_kv_len
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Returns the number of tokens of a padding sequence."""
@@ -295,7 +286,7 @@ class AttentionHooks:
     def begin_graphed(self, step: ExternalStep) -> None:
         """Begins a step before a capture or a replay."""
         self._follow()
-        self._attention.begin(step)
+        self.attention.begin(step)
         self._tokens, self._chosen = step.shape.num_tokens, None
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatchView) -> None:
@@ -304,13 +295,14 @@ class AttentionHooks:
 
     def fill(self, slots: Tensor | None) -> None:
         """Fills the step. May be captured. slots: of new tokens; None: the table's"""
-        self._attention.fill(slots)
+        self.attention.fill(slots)
 
     def _graph_cells(self, batch: ForwardBatchView, *, in_capture: bool) -> BoolCells | NoCells:
         """Returns the mask of a captured step of drafts, at a fixed address. Raises WrongState, NeverFits."""
         if not batch.forward_mode.is_target_verify():
             return NO_CELLS
-        if self._cells is None:
+        mask = self.mask_cells
+        if mask is None:
             if not in_capture and has_tree(batch):
                 raise WrongState("a tree of drafts is to be verified, and graphs were captured without masks")
             return NO_CELLS
@@ -318,11 +310,11 @@ class AttentionHooks:
             if not has_tree(batch):
                 raise WrongState("draft tokens came without their tree, and the graph that verifies them reads one")
             cells = batch.spec_info.custom_mask
-            if cells.data_ptr() != self._cells.data_ptr():  # n-grams, and halves of a batch, have masks of their own
-                if cells.numel() > self._cells.numel():
-                    raise NeverFits(f"a tree's mask has {cells.numel()} cells, and graphs have {self._cells.numel()}")
-                self._cells[: cells.numel()].copy_(cells)
-        return BoolCells(self._cells, batch.positions)
+            if cells.data_ptr() != mask.data_ptr():  # n-grams, and halves of a batch, have masks of their own
+                if cells.numel() > mask.numel():
+                    raise NeverFits(f"a tree's mask has {cells.numel()} cells, and graphs have {mask.numel()}")
+                mask[: cells.numel()].copy_(cells)
+        return BoolCells(mask, batch.positions)
 
     # Hooks of a layer.
 
@@ -351,15 +343,15 @@ class AttentionHooks:
         Returns the tensor that attention must be called with as topk_indices. The selection itself is in our memory.
         """
         place = self._layers.place_of_indexer(layer_id)
-        self._bind_index(self._attention, place, self.token_to_kv_pool)
+        self._bind_index(self.attention, place, self.token_to_kv_pool)
         tokens = self._tokens
         if projected.q.shape[0] < tokens:
             raise BadTensor(
                 f"the indexer of layer {layer_id} was called with {projected.q.shape[0]} tokens in a step of "
                 f"{tokens}; its metadata belongs to another batch"
             )
-        self._attention.layers.store_index(place, projected.k[:tokens])
-        self._attention.layers.select(place, projected.q[:tokens], projected.gates[:tokens])
+        self.attention.layers.store_index(place, projected.k[:tokens])
+        self.attention.layers.select(place, projected.q[:tokens], projected.gates[:tokens])
         self._chosen = projected.q.new_empty((projected.q.shape[0], 0), dtype=torch.int32)
         return self._chosen
 
@@ -407,8 +399,8 @@ class AttentionHooks:
                 v = k[..., : layer.v_head_dim]
             else:
                 v = v.view(-1, layer.tp_k_head_num, layer.v_head_dim)
-            self._attention.layers.store(place, k[:tokens], v[:tokens])
-        attend = self._attention.layers.attend_selected if is_sparse else self._attention.layers.attend
+            self.attention.layers.store(place, k[:tokens], v[:tokens])
+        attend = self.attention.layers.attend_selected if is_sparse else self.attention.layers.attend
         attend(place, q[:tokens], out[:tokens])
         return out.view(out.shape[0], -1)
 
@@ -418,7 +410,7 @@ class AttentionHooks:
         addresses = self._layers.addresses(place, self.token_to_kv_pool)
         if addresses != self._addresses[place]:
             pages = self._layers.pages(place, self.token_to_kv_pool)
-            self._attention.pages.bind(place, pages.k, pages.v, pages.coded)
+            self.attention.pages.bind(place, pages.k, pages.v, pages.coded)
             self._addresses[place] = addresses
         return place
 
@@ -449,10 +441,10 @@ class AttentionHooks:
 
     def renew_sinks(self) -> None:
         """Reads the model's sinks and the scales of index keys again, after its weights have changed."""
-        self._attention.take_over()
+        self.attention.take_over()
         for place, sinks in enumerate(self._layers.sinks()):
             if sinks is not None:
-                self._attention.set_head_weights(place, HeadWeights(sinks=sinks))
+                self.attention.set_head_weights(place, HeadWeights(sinks=sinks))
         for place, pages in self._layers.index_pages.items():
             self._scale_values[place].copy_(pages.scale(self.token_to_kv_pool))
 

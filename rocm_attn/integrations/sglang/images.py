@@ -4,8 +4,6 @@ SGLang gives each request the places of its images in the prompt. Which models h
 is their own choice; masks of transformers 5.24 are the reference (rocm_attn/models/hf_spans.py).
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

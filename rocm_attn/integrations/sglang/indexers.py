@@ -8,8 +8,6 @@ its rows. It is written next to every key, so that any move or copy of SGLang's 
 The rows are not rotated by a Hadamard matrix, because the products of queries and keys are the same without it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The names of our backend in SGLang."""
 
-from __future__ import annotations
-
 from rocm_attn.integrations.plugins import SGLANG
 
 NAME = "rocm_attn"

@@ -1,7 +1,5 @@
 """Protocols for the attributes of SGLang's objects that we read: of a runner, its pools, a model's layers, a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

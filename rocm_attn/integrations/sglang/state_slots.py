@@ -1,7 +1,5 @@
 """The slots of recurrent states that a step of SGLang uses, as its metadata names them. It imports no SGLang."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Converts steps of SGLang to ExternalStep."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

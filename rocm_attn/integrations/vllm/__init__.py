@@ -3,8 +3,6 @@
 vLLM calls register() in each of its processes. register() names classes and imports none of them.
 """
 
-from __future__ import annotations
-
 import os
 
 from rocm_attn.integrations.plugins import VLLM, load

@@ -8,8 +8,6 @@ with the strides of the layout. An MLA layer's is [blocks, block_size, latent], 
 the bytes of a record if the cache is fp8_ds_mla.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor

@@ -3,8 +3,6 @@
 It serves encoder models: all tokens of a prompt are in one step and see each other, and no KV is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ Each rank keeps every n-th stretch of a sequence's tokens. A step's new tokens a
 Parts of the context are merged by their log-sum-exps, and then with the own part. This module does not import vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol

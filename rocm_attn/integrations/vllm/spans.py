@@ -4,8 +4,6 @@ Images come as ranges of prompts, on the host. A request that is not causal is o
 tokens see all of its KV. So such a step needs no lengths. It imports no vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The slots of recurrent states that a step of vLLM uses, as its metadata names them. It imports no vLLM."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FlashAttention-3 over pages, as vLLM ships it: from a shared library or an installed vLLM."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from typing import Any

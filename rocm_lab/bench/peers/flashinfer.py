@@ -1,7 +1,5 @@
 """FlashInfer's wrappers over pages. They are planned before timing, as an engine does."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torch's scaled_dot_product_attention over packed K and V: the cost of attention without pages, not equal work."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right

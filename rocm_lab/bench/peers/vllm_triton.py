@@ -1,7 +1,5 @@
 """vLLM's attention in Triton, which is the fallback of its ROCm users: set up the same way as in its backend."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -4,8 +4,6 @@ Lane after lane; hardware promises no order. With sc0 the destination receives t
 has the new value in its data's first half and the one to compare with in the second.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable

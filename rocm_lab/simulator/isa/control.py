@@ -4,8 +4,6 @@ Waits change nothing here: every instruction is complete before the next one sta
 invalidation of caches, of which there are none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from rocm_lab.simulator.assembly import Instruction

@@ -1,7 +1,5 @@
 """Conversions between number formats; ISA sections 12.8 and 12.10 (VOP1, VOP3), to the nearest even."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

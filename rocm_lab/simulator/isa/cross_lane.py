@@ -3,8 +3,6 @@
 v_permlane16_swap and v_permlane32_swap are new with gfx950. Nothing here touches LDS, not even ds_bpermute.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Which lane a lane reads from under DPP; ISA section 6.8 "Data Parallel Processing (DPP)"."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 is the only NaN, and there is no infinity and no negative zero. On gfx950 they are those of the Open Compute Project.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import numpy as np

@@ -5,8 +5,6 @@ with one offset, MASKED_OFFSET. A lane that is out of range with any other offse
 would hide: a fault.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Every instruction that the simulator knows, by mnemonic."""
 
-from __future__ import annotations
-
 from rocm_lab.simulator.assembly import Instruction
 from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.simulator.isa import (

@@ -4,8 +4,6 @@ ds_read_b64_tr_b16 and _tr_b8 are new with gfx950: transposing loads, "AMD Insti
 11.4.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

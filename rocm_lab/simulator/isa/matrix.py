@@ -15,8 +15,6 @@ Products are summed in float32 in NumPy's order; hardware's order and internal w
 are summed in int32.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

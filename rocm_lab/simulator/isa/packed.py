@@ -3,8 +3,6 @@
 op_sel and op_sel_hi choose, for each source, the half that the low and the high result are computed from.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

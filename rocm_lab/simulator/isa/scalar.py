@@ -4,8 +4,6 @@ A row has the widths of the result and the sources, the function of unsigned num
 cut to their width when they are written.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass

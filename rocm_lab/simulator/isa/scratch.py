@@ -3,8 +3,6 @@
 Only places known at compile time, as spills are. Memory that was never written is poison.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The common parts of every group of instructions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

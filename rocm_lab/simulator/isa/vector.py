@@ -3,8 +3,6 @@
 ISA chapter 6 "Vector ALU Operations": encodings, sub-dword selects (SDWA), data-parallel primitives (DPP), masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Transcendental functions are NumPy's, correct to an ulp as on hardware but not to the same bits.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from fractions import Fraction

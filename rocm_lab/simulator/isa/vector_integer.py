@@ -3,8 +3,6 @@
 NumPy wraps unsigned integers around as the hardware does; signed ones only in arrays, which all sources are.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Between bytes of memory by active lane and vector registers by lane."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from rocm_lab.simulator.arrays import I32, U32, Array

@@ -11,7 +11,7 @@ import torch
 from rocm_attn.errors import Unsupported
 from rocm_attn.guards.registry import Guards
 from rocm_lab.soak.calls import LAST_CALLS, Calls
-from rocm_lab.soak.finding import Outcome, finding_of
+from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.setting import KINDS, STATES_IN_GRAPHS, WITH_STATES
 from tests.amd.random_calls.engine_scene import ENGINE_KINDS, EngineScene
@@ -23,6 +23,30 @@ SEED_OF_STATES = 7
 # A new scene then undoes what verbs leave for good, such as a seal.
 SEQUENCES_OF_A_SCENE = 60
 Sequence_ = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a seed or of some sequences of calls.
+
+    findings: what went wrong unreported, with the last calls
+    counts:   calls, comparisons and what was reported or refused, by a word for each kind
+    """
+
+    findings: tuple[str, ...]
+    counts: dict[str, int]
+
+
+def finding_of(life: Callable[[], None]) -> str:
+    """Runs a function. Returns what it finds, or an empty string."""
+    try:
+        life()
+    except Finding as found:
+        return str(found)
+    except Exception as error:
+        # Whatever is no word of the runtime's own came from inside it.
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

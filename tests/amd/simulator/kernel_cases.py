@@ -30,7 +30,6 @@ from rocm_attn.kernels.refs.merge_states import merge_states
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles, tiles_of_fixed_bits
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
-from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, zeros
 from rocm_lab.simulator.launcher import ARCHS
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
@@ -55,6 +54,7 @@ from tests.amd.kernels.model_cases import (
 from tests.amd.simulator.case import KernelCase, own_encoding
 from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
 from tests.amd.simulator.check_cases import PATHS, check_cases
+from tests.amd.simulator.large_pools import LARGE_POOL_BYTES, zeros
 from tests.amd.simulator.large_steps import build_step
 from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
 from tests.amd.simulator.segment_cases import more_segment_cases, segment_cases

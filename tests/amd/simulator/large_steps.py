@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
 from tests.amd.kernels.attention_cases import Case, Tensors, build
+from tests.amd.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
 
 
 def build_step(case: Case, *, is_large: bool) -> Tensors:

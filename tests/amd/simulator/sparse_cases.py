@@ -25,7 +25,6 @@ from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import selected_segment_tiles
 from rocm_attn.kernels.tuning.tiles import CodeKind
 from rocm_attn.problem import Row
-from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
 from tests.amd.kernels.fold_cases import assert_folded, folded_by
 from tests.amd.kernels.sparse_cases import (
     IndexCase,
@@ -43,6 +42,7 @@ from tests.amd.kernels.sparse_cases import (
     run_select,
 )
 from tests.amd.simulator.case import KernelCase, own_encoding
+from tests.amd.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 STEP = Step([70, 1, 35], [2, 1, 1], page_size=16, tail=1)

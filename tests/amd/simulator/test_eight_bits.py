@@ -8,9 +8,9 @@ from torch import Tensor
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_lab.simulator.arrays import Array
 from rocm_lab.simulator.launcher import ARCHS, simulated
-from rocm_lab.simulator.snippet import execute, floats
 from tests.amd.kernels.codes_kernels import FP8, decode_all, encode, numbers_to_encode
 from tests.amd.simulator.kernel_cases import CPU
+from tests.amd.simulator.snippet import execute, floats
 
 DTYPES = {
     ("fp8", "gfx942"): torch.float8_e4m3fnuz,

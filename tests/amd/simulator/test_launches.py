@@ -11,9 +11,9 @@ from rocm_lab.simulator.core import POISON
 from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 from rocm_lab.simulator.kernel import Launch, SimulatedKernel
 from rocm_lab.simulator.launcher import ARCHS, simulated
-from rocm_lab.simulator.snippet import allocation
 from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.small_kernels import _copy_kernel, launch_copy, launch_gather_product
+from tests.amd.simulator.snippet import allocation
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 

@@ -9,7 +9,7 @@ from rocm_lab.simulator.arrays import Array
 from rocm_lab.simulator.core import LANES, POISON, Core
 from rocm_lab.simulator.faults import SimulationFault
 from rocm_lab.simulator.lds import Lds
-from rocm_lab.simulator.snippet import LANE, allocation, execute
+from tests.amd.simulator.snippet import LANE, allocation, execute
 
 RANDOM = np.random.default_rng(0)
 WORDS = RANDOM.integers(0, 1 << 32, (4, LANES), np.uint32)

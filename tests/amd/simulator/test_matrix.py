@@ -6,7 +6,7 @@ import torch
 
 from rocm_lab.simulator.core import Core
 from rocm_lab.simulator.faults import UnknownInstruction
-from rocm_lab.simulator.snippet import execute, floats
+from tests.amd.simulator.snippet import execute, floats
 
 DTYPES = {"f32": torch.float32, "xf32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8}
 EIGHT_BITS = {

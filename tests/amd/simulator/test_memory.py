@@ -10,7 +10,7 @@ from rocm_lab.simulator.core import POISON
 from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 from rocm_lab.simulator.isa.global_memory import MASKED_OFFSET
 from rocm_lab.simulator.memory import Allocation, Memory
-from rocm_lab.simulator.snippet import ALL_LANES, LANE, allocation, execute
+from tests.amd.simulator.snippet import ALL_LANES, LANE, allocation, execute
 
 BYTES = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
 DESCRIPTOR_FLAGS = 0x27000

@@ -12,13 +12,13 @@ from rocm_lab.races.programs import Word as ProofWord
 from rocm_lab.races.watch import RaceWatch
 from rocm_lab.simulator.kernel import Launch
 from rocm_lab.simulator.launcher import ARCHS, simulated, watched
-from rocm_lab.simulator.snippet import allocation
 from tests.amd.house.source_tree import ROOT
 from tests.amd.kernels.attention_cases import Case, assert_served, build, run_decode
 from tests.amd.simulator.barrier_mutants import Barrier, Judge
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.kernel_cases import GRID
 from tests.amd.simulator.race_record import CASES_OF_BARRIERS, TOLERATED, watch_case, without_barriers
+from tests.amd.simulator.snippet import allocation
 from tests.amd.simulator.test_launches import simulated_kernel
 from tests.amd.simulator.test_races import CODES, Code
 

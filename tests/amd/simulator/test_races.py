@@ -15,10 +15,10 @@ from rocm_lab.races.watch import Race, RaceWatch
 from rocm_lab.simulator.faults import NeverWritten
 from rocm_lab.simulator.kernel import Launch
 from rocm_lab.simulator.launcher import ARCHS, simulated, watched
-from rocm_lab.simulator.snippet import allocation
 from rocm_lab.waits.counters import Queue, Wait
 from tests.amd.simulator.check_cases import run_check
 from tests.amd.simulator.kernel_cases import BF16, linear_pools, run_store
+from tests.amd.simulator.snippet import allocation
 from tests.amd.simulator.test_launches import simulated_kernel
 
 SEEDS = range(3)

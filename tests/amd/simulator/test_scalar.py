@@ -7,7 +7,7 @@ from rocm_lab.simulator.core import EXEC, POISON, VCC, Core
 from rocm_lab.simulator.isa.instructions import build_step
 from rocm_lab.simulator.isa.step import AT_BARRIER, AT_END, Context
 from rocm_lab.simulator.memory import Memory
-from rocm_lab.simulator.snippet import ALL_LANES, execute
+from tests.amd.simulator.snippet import ALL_LANES, execute
 
 TOP = 1 << 31
 MINUS_1 = (1 << 32) - 1

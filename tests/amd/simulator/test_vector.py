@@ -7,7 +7,7 @@ import pytest
 
 from rocm_lab.simulator.core import POISON, VCC
 from rocm_lab.simulator.faults import UnknownInstruction
-from rocm_lab.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
+from tests.amd.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
 
 TOP = 1 << 31
 MINUS_1 = (1 << 32) - 1

@@ -9,7 +9,7 @@ import torch
 
 from rocm_lab.simulator.arrays import Array
 from rocm_lab.simulator.core import Core
-from rocm_lab.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
+from tests.amd.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
 
 MINUS_1 = (1 << 32) - 1
 RANDOM = np.random.default_rng(0)

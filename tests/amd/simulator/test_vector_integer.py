@@ -7,7 +7,7 @@ import pytest
 
 from rocm_lab.simulator.arrays import Array
 from rocm_lab.simulator.core import VCC
-from rocm_lab.simulator.snippet import ALL_LANES, bits, execute
+from tests.amd.simulator.snippet import ALL_LANES, bits, execute
 
 TOP = 1 << 31
 MINUS_1 = (1 << 32) - 1

@@ -9,9 +9,9 @@ import pytest
 
 from rocm_lab.simulator.assembly import parse_instruction
 from rocm_lab.simulator.core import LANES, VCC
-from rocm_lab.simulator.snippet import execute
 from rocm_lab.waits.bounds import ANYTHING, OPS, Bounds, exactly, hull, result_of
 from rocm_lab.waits.effects import WITH_A_CONSTANT
+from tests.amd.simulator.snippet import execute
 
 _THREE = ("add3", "or3", "bfe", "and_or", "lshl_or", "lshl_add", "add_lshl", "bitop3")
 # Their operands are no registers of 32 bits.

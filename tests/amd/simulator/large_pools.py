@@ -1,7 +1,5 @@
 """Pools above 4 GiB, whose unwritten pages take no memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A few instructions on their own: registers in, registers out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -193,20 +194,14 @@ def test_env_reports_versions_and_devices(capsys: pytest.CaptureFixture[str]) ->
 def test_env_does_not_say_that_a_torch_whose_driver_fails_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_driver() -> None:
-        raise RuntimeError("No HIP GPUs are available")
-
-    monkeypatch.setattr("rocm_attn.cli.env._devices", no_driver)
+    monkeypatch.setattr("rocm_attn.cli.env._devices", Mock(side_effect=RuntimeError("No HIP GPUs are available")))
     assert main(["env"]) == DONE
     said = "not known: torch fails to describe them (No HIP GPUs are available); run rocm-attn doctor"
     assert said in capsys.readouterr().out
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rocm_attn.cli.env.run", interrupted)
+    monkeypatch.setattr("rocm_attn.cli.env.run", Mock(side_effect=KeyboardInterrupt))
     assert main(["env"]) == INTERRUPTED
     assert capsys.readouterr().err == "rocm-attn: interrupted\n"
 

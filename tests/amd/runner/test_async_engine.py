@@ -7,6 +7,7 @@ import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -208,13 +209,10 @@ async def test_a_request_that_fails_does_so_alone(prompt: tuple[int, ...], poiso
 
 
 async def test_what_a_call_raises_is_its_callers_and_the_engine_goes_on(loaded: LoadedModel) -> None:
-    def fails() -> None:
-        raise Broken("only mine")
-
     async with AsyncEngine(engine(loaded)) as front:
         done = asyncio.ensure_future(front.complete(LONG))
         with pytest.raises(Broken, match="only mine"):
-            await front.between_steps(fails)
+            await front.between_steps(Mock(side_effect=Broken("only mine")))
         assert await front.between_steps(threading.get_ident) != threading.get_ident()
         found = await done
     assert found == engine(loaded).generate([LONG])[0]
@@ -230,13 +228,10 @@ async def test_whatever_a_call_raises_ends_no_request(
 ) -> None:
     """With `lambda: next(nothing)` the engine ended, and with it all requests."""
 
-    def fails() -> None:
-        raise raised
-
     async with AsyncEngine(engine(loaded)) as front:
         done = asyncio.ensure_future(front.complete(LONG))
         with pytest.raises(met):
-            await front.between_steps(fails)
+            await front.between_steps(Mock(side_effect=raised))
         found = await done
     assert found == engine(loaded).generate([LONG])[0]
 
@@ -258,13 +253,10 @@ async def test_a_listener_that_raises_fails_its_own_request_alone(
 ) -> None:
     """The engine ended, and with it all requests; after a CancelledError, as of a task's result, others lost tokens."""
 
-    def fails() -> None:
-        raise raised
-
     served = engine(loaded)
     async with AsyncEngine(served) as front:
         stream, other = front.streams([LONG, LONG])
-        stream.listen(fails)
+        stream.listen(Mock(side_effect=raised))
         if gives_up:
             stream.give_up(RequestFailed(Completion((5,), (), "", "error", error="given up")))
         with pytest.raises(RequestFailed, match="given up" if gives_up else "could not be taken in: .*: only mine"):
@@ -463,13 +455,10 @@ async def test_output_that_cannot_be_taken_in_fails_its_request_alone(
 async def test_a_message_that_cannot_be_taken_in_ends_the_engine_for_all(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def breaks(_: object) -> None:
-        raise Broken("mine")
-
     served = engine(loaded)
     async with AsyncEngine(served) as front:
         streams = [front.stream(LONG) for _ in range(3)]
-        monkeypatch.setattr(front._books, "_take_output", breaks)
+        monkeypatch.setattr(front._books, "_take_output", Mock(side_effect=Broken("mine")))
         for stream in streams:
             with pytest.raises(EngineEnded, match="Broken: mine"):
                 await asyncio.wait_for(stream.completion(), 60)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -211,10 +212,7 @@ def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.Monk
     assert not served._matching._compiled
     served.generate([CONSTRAINED[2]])
 
-    def panics(of_engine: Matching, *key: Any) -> Any:
-        raise BaseException("a panic")
-
-    monkeypatch.setattr(Matching, "_compile", panics)
+    monkeypatch.setattr(Matching, "_compile", Mock(side_effect=BaseException("a panic")))
     served.generate([CONSTRAINED[2]])
     with pytest.raises(BadRequest, match=r"the library fails \(BaseException: a panic\)"):
         served.submit(replace(CONSTRAINED[2], constraint=Constraint.regex("new")))

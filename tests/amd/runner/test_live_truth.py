@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -224,11 +225,8 @@ def test_a_fault_of_the_device_in_it_is_its_verdict_and_no_request_fails(
     number = served.submit(Request((5, 6, 8), 12))
     served.step()
 
-    def bad(args: AttendArgs) -> AttendArgs:
-        raise DeviceFault("step 2: a page was not there", 2)
-
     with monkeypatch.context() as patch:
-        reading(0, bad)(patch)
+        reading(0, Mock(side_effect=DeviceFault("step 2: a page was not there", 2)))(patch)
         verdict = served.probe_truth(0)
     assert (verdict.word, verdict.is_fault) == ("wrong", True)
     assert "a page was not there" in verdict.sentence

@@ -61,8 +61,7 @@ async def test_a_late_reader_finds_all_tokens_in_one_piece_and_holds_up_no_other
         late = front.stream(request)
         other = await front.complete(request)
         await front.between_steps(lambda: None)
-        found = [piece async for piece in late], other
-    (piece,), other = found
+        (piece,) = [piece async for piece in late]
     assert (piece.token_ids, piece.text, piece.finish_reason) == (other.token_ids, other.text, "length")
 
 
@@ -91,9 +90,8 @@ async def test_the_event_loop_goes_on_while_a_step_runs(loaded: LoadedModel, mon
         first.close()
         gated.let(200)
         found = await second
-    served_beside = found
     assert threads == {threading.get_ident()}
-    assert served_beside == engine(loaded).generate([LONG])[0]
+    assert found == engine(loaded).generate([LONG])[0]
 
 
 async def leave(stream: RequestStream, way: str, pieces: int) -> None:
@@ -151,7 +149,7 @@ async def test_any_order_of_calls_leaves_every_other_request_as_it_would_be(seed
         gated.let(10_000)
         await asyncio.gather(*calls)
         await pauses.aclose()
-        results = [
+        found = [
             None if number in gone else await (stream.completion() if number % 2 else read(stream))
             for number, stream in enumerate(streams)
         ]
@@ -159,7 +157,6 @@ async def test_any_order_of_calls_leaves_every_other_request_as_it_would_be(seed
             (end,) = await asyncio.gather(task, return_exceptions=True)
             assert isinstance(end, asyncio.CancelledError) if way == "cancel" else end is None
         assert await front.between_steps(lambda: is_empty(served)), "the request that left has taken its pages along"
-        found = results
     for number, (got, wanted) in enumerate(zip(found, engine(loaded).generate(requests), strict=True)):
         if number in gone:
             continue
@@ -208,22 +205,12 @@ async def test_a_request_that_fails_does_so_alone(prompt: tuple[int, ...], poiso
     assert is_empty(served)
 
 
-async def test_what_a_call_raises_is_its_callers_and_the_engine_goes_on(loaded: LoadedModel) -> None:
-    async with AsyncEngine(engine(loaded)) as front:
-        done = asyncio.ensure_future(front.complete(LONG))
-        with pytest.raises(Broken, match="only mine"):
-            await front.between_steps(Mock(side_effect=Broken("only mine")))
-        assert await front.between_steps(threading.get_ident) != threading.get_ident()
-        found = await done
-    assert found == engine(loaded).generate([LONG])[0]
-
-
 class Leaving(BaseException):
     """Like SystemExit, which asyncio passes on to whatever runs its loop."""
 
 
-@pytest.mark.parametrize(("raised", "met"), [(StopIteration, RuntimeError), (Leaving, Leaving)])
-async def test_whatever_a_call_raises_ends_no_request(
+@pytest.mark.parametrize(("raised", "met"), [(Broken, Broken), (StopIteration, RuntimeError), (Leaving, Leaving)])
+async def test_whatever_a_call_raises_is_its_callers_and_ends_no_request(
     raised: type[BaseException], met: type[BaseException], loaded: LoadedModel
 ) -> None:
     """With `lambda: next(nothing)` the engine ended, and with it all requests."""

@@ -15,7 +15,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.held_interrupts import HeldInterrupts
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.sampling.parameter_picker import TokensWithLogprobs
-from tests.amd.runner.serving import BASE, all_pages_are_free, alone, short_requests, until_done
+from tests.amd.runner.serving import BASE, all_pages_are_free, alone, served_to_the_end, short_requests, until_done
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +84,7 @@ def test_memory_that_runs_out_in_a_step_leaves_the_engine_usable(
         patch.setattr(owner, method, Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             engine.step()
-    while engine.has_work:
-        engine.step()
-    assert [engine.completion(number) for number in numbers] == [alone(loaded, each) for each in short_requests()]
+    assert served_to_the_end(engine, numbers) == [alone(loaded, each) for each in short_requests()]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,6 @@ class FakeBench:
         return Judged(self._wrong(tiles), spilled=3 if isinstance(tiles, DecodeTiles) and tiles.num_warps == 2 else 0)
 
     def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
-        """Does the same as `Bench.judge_others`."""
         return Judged(self._wrong_in_others)
 
     def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:

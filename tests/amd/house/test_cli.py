@@ -43,7 +43,6 @@ GEMMA2 = {
 
 
 def config_file(folder: Path, config: dict[str, Any]) -> str:
-    """Writes a config.json to folder."""
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return str(path)

@@ -97,7 +97,6 @@ def warm(first_prewarm: Warm, cache: Path) -> PrewarmReport:
 
 
 def forget(cache: Path, kernel: str) -> None:
-    """Removes a kernel from Triton's cache."""
     for compiled in {path.parent for path in cache.glob(f"*/{kernel}.*")}:
         shutil.rmtree(compiled)
 

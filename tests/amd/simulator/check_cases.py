@@ -24,7 +24,6 @@ class Alone(Memory):
 
 
 def run_check(path: str) -> None:
-    """Runs the check of a file of kernels/."""
     checks.run_check(path, Alone())
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch import Tensor
@@ -87,10 +88,7 @@ class StandIn:
     def fail(self, name: str, error: BaseException) -> None:
         """Makes a function raise."""
 
-        def fails(call: Mapping[str, Any]) -> Any:
-            raise error
-
-        self.bodies[name] = fails
+        self.bodies[name] = Mock(side_effect=error)
 
 
 def install(release: Release, monkeypatch: pytest.MonkeyPatch, arch: str = "gfx942") -> StandIn:

@@ -14,7 +14,7 @@ from rocm_attn.machine.settings import Settings
 from rocm_attn.selection.table import markdown
 from tests.amd.aiter.explained import GOLDEN, MODELS, PAGE, config_of, explained, page_with_table, place
 from tests.amd.house.source_tree import ROOT
-from tests.amd.runner.hf_models import PUBLISHED
+from tests.amd.runner.hf_models import PUBLISHED, published
 
 
 @pytest.mark.fast
@@ -194,17 +194,8 @@ def test_a_plan_counts_windows_rows_and_states_of_deepseek_v4(capsys: pytest.Cap
     assert "rows of 128 tokens in pages of 16; the page size must be a multiple" in capsys.readouterr().err
 
 
-# The fields of a config.json that the runner reads in addition to those of attention.
-WHOLE = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-}
+# The runner reads more fields of a config.json than those of attention.
+WHOLE = {**published("llama-3.1-8b"), "num_hidden_layers": 2, "max_position_embeddings": 8192}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ class Run:
 
 
 def simulate(case: AnyCase, arch: str) -> Run:
-    """Runs the case as machine code of the arch."""
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)  # then torch.empty() gives NaN
     checkout = Checkout.named()

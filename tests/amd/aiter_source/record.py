@@ -96,7 +96,6 @@ def _interpreted(kernel: str) -> Iterator[Line]:
 
 
 def print_interpreted(kernel: str) -> None:
-    """Prints the lines that _interpreted() reads."""
     assert IS_INTERPRETED
     for case in ALL_INTERPRETED:
         if kernel_of(case).startswith(kernel):

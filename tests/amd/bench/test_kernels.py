@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,10 +69,7 @@ class Raises:
     """A library that fails when it is called."""
 
     def prepare(self, data: StepData) -> LayerLaunch:
-        def run() -> None:
-            raise RuntimeError("no kernel image\nmore of it")
-
-        return LayerLaunch(run, lambda: data.out, "raises")
+        return LayerLaunch(Mock(side_effect=RuntimeError("no kernel image\nmore of it")), lambda: data.out, "raises")
 
 
 class Refuses:

@@ -32,8 +32,6 @@ TRACE = RequestTrace(tuple(TracedRequest(0.0, 4 + number, 3) for number in range
 
 
 def put(server: StandIn, options: LoadOptions, key: str = "") -> ServingResult:
-    """Sends the trace to a server."""
-
     async def serve() -> ServingResult:
         async with server.running():
             return await run_load(server.url, "", key, TRACE, options, NO_METER)

@@ -53,7 +53,6 @@ def pages() -> list[Path]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Returns the code blocks of a page, in order."""
     text, found = page.read_text(), []
     for fence in _FENCE.finditer(text):
         mark = _MARK.search(text, 0, fence.start())

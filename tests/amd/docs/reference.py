@@ -53,7 +53,6 @@ def _methods(node: ast.ClassDef) -> Iterator[_Function]:
 
 
 def markdown(docstring: str) -> str:
-    """Returns a docstring's text as Markdown."""
     return "\n\n".join(_paragraph(part) for part in re.split(r"\n\s*\n", inspect.cleandoc(docstring)) if part.strip())
 
 

@@ -163,7 +163,6 @@ def test_distributions_have_normal_names_and_no_optional_requirements() -> None:
 
 
 def aiter_like(folder: Path, functions: tuple[str, ...] = ENTRY_POINTS) -> Path:
-    """Makes a folder that looks like AMD's AITER."""
     write(folder / "__init__.py", "raise ImportError('this may not be imported')\n")
     write(folder / "ops" / "attention.py", "".join(f"def {name}(q):\n    return q\n" for name in functions))
     (folder / "jit").mkdir()

@@ -325,5 +325,4 @@ def track_all(inputs: Tensor, states: Tensor, *given: Any, **named: Any) -> None
 
 
 def not_pinned(memory: Tensor, device: Any = None) -> Tensor:
-    """Returns memory as it is."""
     return memory

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from tests.amd.engines.vllm_cpu_states import zero_right_pages
 from tests.amd.engines.vllm_state_faults import STATE_FAULTS, PlantedInStates
@@ -286,10 +287,7 @@ def compute_all_here() -> None:
     from vllm.model_executor.determinism import batch_invariant
     from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 
-    def forward_mha(*_: Any, **__: Any) -> None:
-        raise AssertionError("vLLM was to compute a prompt itself")
-
-    MLACommonImpl.forward_mha = forward_mha
+    MLACommonImpl.forward_mha = Mock(side_effect=AssertionError("vLLM was to compute a prompt itself"))
     batch_invariant.init_batch_invariance = lambda *_: None
 
 

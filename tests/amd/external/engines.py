@@ -170,7 +170,6 @@ class Engine(ABC):
             self.stored.pop((layer, request.row), None)
 
     def reserve(self, request: Request, kv_len: int) -> None:
-        """Allocates pages for `kv_len` tokens."""
         for space, pages in request.pages.items():
             while len(pages) * self.page_size < kv_len:
                 pages.append(self.free[space].pop())

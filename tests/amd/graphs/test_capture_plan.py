@@ -62,7 +62,6 @@ def test_a_setting_changes_what_it_is_named_for(device: torch.device) -> None:
 
 
 def config_file(folder: Path, **changes: object) -> str:
-    """Writes a config.json to folder."""
     path = folder / "config.json"
     path.write_text(json.dumps({**LLAMA, **changes}))
     return str(path)

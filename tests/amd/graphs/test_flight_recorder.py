@@ -4,10 +4,11 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,9 +19,7 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting
-from rocm_attn.step.gate import AnyPlan
-from rocm_attn.step.plan import StepPlan
-from rocm_attn.step.step import Part, Step
+from rocm_attn.step.step import Part
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal, read_dump
 from tests.amd.graphs.small_models import SERVED, Tiny, same, serve
 from tests.amd.worlds.problems import deterministic_providers
@@ -107,10 +106,8 @@ def test_a_fault_of_the_device_that_surfaces_later_writes_a_dump(device: torch.d
     runner, _ = flown(tiny, path, graphs=False)
     serve(runner, tiny.runtime)
 
-    def faults(batch: StepBatch, plan: AnyPlan | None = None, input_plans: Collection[StepPlan] = ()) -> Step:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    tiny.runtime.gate.stage = faults  # type: ignore[method-assign]
+    failure = RuntimeError("an illegal memory access was encountered")
+    tiny.runtime.gate.stage = Mock(side_effect=failure)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="illegal memory access"):
         serve(runner, tiny.runtime)
     assert read_dump(path).step(None).number == len(SERVED) - 1
@@ -131,11 +128,8 @@ def test_a_dump_that_cannot_be_written_hides_no_error(device: torch.device, tmp_
     flight = FlightRecorder(tiny.runtime, folder / "dump.json")
     folder.rmdir()
 
-    def forward(step: Part) -> Tensor:
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        serve(StepRunner(tiny.runtime, forward, None, flight=flight), tiny.runtime)
+        serve(StepRunner(tiny.runtime, Mock(side_effect=ZeroDivisionError), None, flight=flight), tiny.runtime)
 
 
 def test_a_record_that_has_no_folder_is_refused_at_once(device: torch.device, tmp_path: Path) -> None:
@@ -232,9 +226,3 @@ def test_a_damaged_dump_is_refused(damage: object, complaint: str, device: torch
 def test_a_missing_dump_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="is not a dump of a flight recorder"):
         read_dump(tmp_path / "gone.json")
-
-
-def test_a_number_that_is_too_long_for_python_is_no_dump(tmp_path: Path) -> None:
-    (tmp_path / "dump.json").write_text("1" * 5000)
-    with pytest.raises(BadSetting, match="is not a dump of a flight recorder"):
-        read_dump(tmp_path / "dump.json")

@@ -4,23 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.guards.registry import Guards
-from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
-from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
+from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers import select
-from rocm_attn.providers.contract import StepBounds
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import make_plan
 from tests.amd.guards.csr_kernels import CsrSchedule, csr_provider
 from tests.amd.guards.ways import PROVIDERS, both_ways
+from tests.amd.noted import noted
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World
 
@@ -51,20 +49,13 @@ def test_a_need_brings_its_own_buffers_and_no_others(need: Need, monkeypatch: py
 def test_kinds_of_layer_with_equal_schedules_share_one_build(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[CsrSchedule] = []
-    build = CsrSchedule.build
-
-    def noted(self: CsrSchedule, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        built.append(self)
-        build(self, queries, step, bounds, words)
-
-    monkeypatch.setattr(CsrSchedule, "build", noted)
+    built = noted(monkeypatch, CsrSchedule, "build")
     problem = small_problem()
     other_scale, other_heads = replace(problem, scale=0.7), replace(problem, num_q_heads=2)
     world = World.build([problem, other_scale, problem, other_heads], device, "csr")
     requests = world.begun(5, 4, 9)
     world.step(requests, [1, 1, 1])
-    assert built == [CsrSchedule(problem.page_size)] * 2
+    assert [schedule for schedule, *_ in built] == [CsrSchedule(problem.page_size)] * 2
 
 
 @pytest.mark.parametrize("kind", [StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED])

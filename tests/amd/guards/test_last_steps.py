@@ -23,7 +23,6 @@ CPU = torch.device("cpu")
 
 
 def faults(call: Callable[[], None], times: int) -> list[tuple[int | None, tuple[int, ...]]]:
-    """Returns step and rows of each fault that `times` calls raise."""
     reported = []
     for _ in range(times):
         try:

@@ -1,6 +1,7 @@
 """reopen() that fails, is interrupted, or is called by another runner: no graph of an earlier seal serves again."""
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -157,10 +158,7 @@ def test_a_rank_that_cannot_reopen_tells_the_others(monkeypatch: pytest.MonkeyPa
     reported: list[object] = []
     serving.runtime.agree = lambda findings: reported.append(findings) or {}  # type: ignore[func-returns-value]
 
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(serving.runtime.core.memory, "part_for", interrupted)
+    monkeypatch.setattr(serving.runtime.core.memory, "part_for", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         serving.runner.reopen((1, 2, 4))
     assert reported == [{"reopen": "KeyboardInterrupt: "}]

@@ -149,7 +149,6 @@ def test_the_groups_of_an_earlier_step_do_not_stay(graphs: bool, provider: str, 
 
 
 def run_shared(serving: World, requests: Sequence[Request], groups: Sequence[PrefixGroup]) -> None:
-    """Runs one decode step by shared prefixes."""
     new = [1] * len(requests)
     serving.run_batch(requests, new, replace(serving.batch(requests, new), prefixes=SharedPrefixes(groups)))
 

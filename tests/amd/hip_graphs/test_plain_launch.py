@@ -31,7 +31,6 @@ class Machine:
         self.graph = PlainLaunch(self._replay, self._launch, READY, here)
 
     def replays(self, times: int = 1) -> list[str | int]:
-        """Replays the graph `times` times, and returns the record."""
         self.done.clear()
         for _ in range(times):
             self.graph.replay()

@@ -308,14 +308,6 @@ def test_layers_that_only_extend_serves_are_decoded_by_paged_decode(more: dict[s
         assert extend.problem == problem
 
 
-def test_codes_of_another_arch_keep_the_plain_kernel() -> None:
-    layer = replace(LAYER, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.HEAD)
-    selection = select(layer, on("gfx950"), "triton")
-    assert not set(extend_names(selection)) & {*BY_CDNA, WITH_DECODE}
-    why = "it reads codes of float8_e4m3fn on gfx950, not of float8_e4m3fnuz"
-    assert any(reason.startswith(why) for reason in reasons(selection, BY_CDNA[0])), reasons(selection, BY_CDNA[0])
-
-
 def test_heads_of_64_in_16_bits_gain_less_and_need_twice_the_programs() -> None:
     layer = replace(LAYER, head_dim=64, v_head_dim=64)
     selection = select(layer, on("gfx950"), "triton")

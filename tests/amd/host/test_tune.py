@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -59,7 +60,6 @@ class FakeBench:
         return Judged(self._wrong(tiles), spilled=3 if isinstance(tiles, DecodeTiles) and tiles.num_warps == 2 else 0)
 
     def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
-        """Does the same as `Bench.judge_others`."""
         return Judged(self._wrong_in_others)
 
     def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
@@ -287,11 +287,8 @@ def test_rows_of_a_file_that_was_removed_are_found_again(tmp_path: Path) -> None
 def test_a_candidate_whose_row_cannot_be_written_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(file: TuningFile, place: Path) -> None:
-        raise BadSetting("the disk is full")
-
     with monkeypatch.context() as full:
-        full.setattr(TuningFile, "write", refuse)
+        full.setattr(TuningFile, "write", Mock(side_effect=BadSetting("the disk is full")))
         with pytest.raises(BadSetting, match="the disk is full"):
             search(tmp_path / "t.json", FakeBench(cost))
     (row,) = search(tmp_path / "t.json", FakeBench(cost)).rows

@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,15 +21,9 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.server.options import ServerOptions
 from tests.amd.forked import run_python
 from tests.amd.house.source_tree import ROOT
-from tests.amd.runner.hf_models import small_hf_model, write_gguf
+from tests.amd.runner.hf_models import published, small_hf_model, write_gguf
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 4,
-}
+LLAMA = {**published("llama-3.1-8b"), "num_hidden_layers": 4}
 GEMMA2 = {
     "architectures": ["Gemma2ForCausalLM"],
     "hidden_size": 2304,
@@ -42,7 +37,6 @@ GEMMA2 = {
 
 
 def config_file(folder: Path, config: dict[str, Any]) -> str:
-    """Writes a config.json to folder."""
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return str(path)
@@ -193,20 +187,14 @@ def test_env_reports_versions_and_devices(capsys: pytest.CaptureFixture[str]) ->
 def test_env_does_not_say_that_a_torch_whose_driver_fails_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_driver() -> None:
-        raise RuntimeError("No HIP GPUs are available")
-
-    monkeypatch.setattr("rocm_attn.cli.env._devices", no_driver)
+    monkeypatch.setattr("rocm_attn.cli.env._devices", Mock(side_effect=RuntimeError("No HIP GPUs are available")))
     assert main(["env"]) == DONE
     said = "not known: torch fails to describe them (No HIP GPUs are available); run rocm-attn doctor"
     assert said in capsys.readouterr().out
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rocm_attn.cli.env.run", interrupted)
+    monkeypatch.setattr("rocm_attn.cli.env.run", Mock(side_effect=KeyboardInterrupt))
     assert main(["env"]) == INTERRUPTED
     assert capsys.readouterr().err == "rocm-attn: interrupted\n"
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -201,10 +202,7 @@ def test_words_are_checked_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def loads(*given: object, **options: object) -> None:
-        raise AssertionError("weights are read")
-
-    monkeypatch.setattr(f"rocm_serve.cli.{command}.{reads}", loads)
+    monkeypatch.setattr(f"rocm_serve.cli.{command}.{reads}", Mock(side_effect=AssertionError("weights are read")))
     prompts, port = (["x"], []) if command == "generate" else ([], ["--port", "0"])
     assert main([command, *wrong, *port, *prompts]) == BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()

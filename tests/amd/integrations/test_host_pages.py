@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -379,10 +380,7 @@ def test_more_than_the_machines_memory_is_refused_before_any_is_taken(record_byt
 
 
 def test_memory_that_the_machine_does_not_give_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise RuntimeError("HIP error: out of memory")
-
-    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=RuntimeError("HIP error: out of memory")))
     with pytest.raises(NeverFits, match="the machine does not give 65536 bytes of host memory; ask for fewer"):
         HostMemory(1 << 16, 1 << 12, pinned=False)
 

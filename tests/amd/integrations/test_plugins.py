@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,11 +137,8 @@ def test_backends_are_taken_by_the_names_that_the_environment_lists() -> None:
 def test_a_registration_that_fails_is_logged_with_the_reason_and_never_raised(
     plugin: Plugin, failure: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def register() -> None:
-        raise failure
-
     running(monkeypatch, plugin, "99.0.0")
-    assert not load(plugin, register, ON)
+    assert not load(plugin, Mock(side_effect=failure), ON)
     assert f"does not serve {plugin.engine} 99.0.0" in caplog.text
     assert f"{type(failure).__name__}: gone" in caplog.text
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -119,10 +120,7 @@ def test_an_engine_that_leaves_no_memory_for_needles_serves_without_them() -> No
     log.addHandler(lines)
 
     def refuse(attention: ExternalAttention, lend: Lend) -> None:
-        def no_memory(count: int) -> None:
-            raise torch.OutOfMemoryError("tried to allocate 2.00 MiB")
-
-        log_truth(log, attention, no_memory)
+        log_truth(log, attention, Mock(side_effect=torch.OutOfMemoryError("tried to allocate 2.00 MiB")))
 
     runner = Runner([TERMS], [0], device=CPU, provider="torch", tried=refuse)
     runner.admit()

@@ -250,7 +250,6 @@ FEATURES: Mapping[str, dict[str, Any]] = {
 
 
 def with_features(case: Case) -> dict[str, Case]:
-    """Returns the case with each of FEATURES."""
     return {name: replace(case, **feature) for name, feature in FEATURES.items()}
 
 
@@ -555,7 +554,6 @@ def _spread(values: Tensor, order: tuple[int, ...], nan: float = float("nan")) -
 
 
 def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
-    """Returns the tiles of the tuning table for a case on an arch."""
     shape: dict[str, Any] = {
         "gqa_ratio": case.heads[0] // case.heads[1],
         "num_kv_heads": case.heads[1],

@@ -56,7 +56,6 @@ def tiles_of_case(arch: str, case: Case) -> CdnaTiles:
 
 
 def cdna_cut(arch: str, case: Case, num_programs: int = NUM_PROGRAMS) -> DecodeCut:
-    """Returns the cut of a case in the arch's tiles."""
     tiles = tiles_of_case(arch, case)
     return DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
 

@@ -54,7 +54,6 @@ ARCHS = EXTEND_ARCHS
 
 
 def case_of(name: str, arch: str) -> Case:
-    """The case of a name of NAMES on an arch."""
     return CASES[name] if name in CASES else replace(CODED[name], kv=EXTEND_CODES[arch])
 
 

@@ -35,7 +35,6 @@ PROGRAMS = (1, 4, 60)
 
 
 def cases_of(arch: str) -> dict[str, SelectedCase]:
-    """All cases as an arch runs them."""
     return CASES | {name: replace(case, encoding=EXTEND_CODES[arch]) for name, case in RECORDS.items()}
 
 

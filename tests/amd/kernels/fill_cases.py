@@ -79,7 +79,6 @@ class Case:
 
     @property
     def group_end(self) -> list[int]:
-        """End of the group of each live sequence."""
         counts = [count for count, _ in self.groups or [(1, 0)] * len(self.seqs)]
         return [sum(counts[: at + 1]) for at, count in enumerate(counts) for _ in range(count)]
 

@@ -378,7 +378,6 @@ def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
 
 
 def selected_tiles_of(arch: str, case: SelectedCase) -> SelectedTiles:
-    """The tiles of the tuning table for a case on an arch."""
     return selected_tiles(
         arch,
         gqa_ratio=case.heads[0] // case.heads[1],

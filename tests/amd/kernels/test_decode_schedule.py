@@ -198,7 +198,7 @@ def test_no_program_has_more_work_than_another_but_for_the_last_ones(batch: Batc
 
 
 def device_words(batch: Batch, device: torch.device) -> list[int]:
-    """Returns the words as the kernel writes them, with meaningless ones set to 0."""
+    """Returns the words as the kernel writes them, with meaningless ones set to 0: those of the host twin."""
     size = batch.cut.words(len(batch.kv_len))
     schedule = torch.full((size + 3,), GARBAGE, dtype=torch.int32, device=device)
     launch_decode_schedule(queries_of(batch.kv_len, batch.q_len, sum(batch.q_len), device), schedule, batch.cut)
@@ -213,6 +213,7 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
         end, first_counter = 8 * batch.num_programs + 3 * len(batch.kv_len), batch.cut.first_counter(len(batch.kv_len))
         assert words[end:first_counter] == [GARBAGE] * (first_counter - end)
         words[end:first_counter] = [0] * (first_counter - end)
+    assert words[:size] == batch.words
     return words[:size]
 
 
@@ -239,7 +240,7 @@ def test_the_device_writes_the_words_of_the_host_twin(
     q_len[0] = 1
     tiles = replace(TILES, side_by_side=side_by_side)
     batch = Batch(kv_len, q_len, num_kv_heads, num_programs, tiles, window_left, rounds)
-    assert device_words(batch, kernel_device) == batch.words
+    device_words(batch, kernel_device)
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
@@ -249,7 +250,7 @@ def test_positions_of_a_step_may_exceed_32_bits(last: int, side_by_side: bool, k
     kv_len = [1 << 25] * 63 + [last]
     batch = Batch(kv_len, [1] * 64, 16, 304, replace(TILES, side_by_side=side_by_side))
     assert sum(map(batch.blocks_of, range(64))) * 16 > 2**31 - 32
-    assert device_words(batch, kernel_device) == batch.words
+    device_words(batch, kernel_device)
 
 
 @pytest.mark.fast(2)
@@ -263,7 +264,6 @@ def test_the_device_sets_every_counter_of_decode_that_merges_within_its_launch(
     kv_len = [draw.randrange(301) for _ in range(num_seqs)]
     batch = Batch(kv_len, [1] * num_seqs, 2, num_programs, replace(TILES, merge_group=8))
     words = device_words(batch, kernel_device)
-    assert words == batch.words
     assert words[batch.cut.first_counter(num_seqs) :] == [0, 0] * num_programs
 
 
@@ -285,7 +285,6 @@ def test_rows_that_are_alike_are_cut_alike(
     """A program has `rows` rows; 0 if no such share is close."""
     batch = Batch([kv_len] * num_seqs, [1] * num_seqs, 8, num_programs, TILES)
     words = device_words(batch, kernel_device)
-    assert words == batch.words
     cost = batch.blocks_of(0) + TILES.row_cost
     assert words[7] == pad
     if rows:
@@ -305,7 +304,6 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     tiles = replace(TILES, row_cost=0, row_end=2, heads_per_row=2)
     batch = Batch([kv_len] * 2, [1] * 2, 8, 33, tiles)
     words = device_words(batch, kernel_device)
-    assert words == batch.words
     assert words[7] == 4 * max(blocks) - batch.blocks_of(0) - 2
     visits = [walk(batch, program) for program in range(33)]
     assert {end - first for visit in visits for _, first, end in visit} == blocks
@@ -333,7 +331,7 @@ def test_programs_beside_each_other_have_the_same_keys_of_a_sequences_rows(
 ) -> None:
     tiles = replace(TILES, row_cost=0, row_end=2, heads_per_row=2, side_by_side=True)
     batch = Batch(kv_len, [1] * len(kv_len), 8, num_programs, tiles)
-    assert device_words(batch, kernel_device) == batch.words
+    device_words(batch, kernel_device)
     assert (batch.cut.axes == 4) == is_beside
     of_row = num_programs // 4
     for first in range(of_row if is_beside else 0):
@@ -386,7 +384,6 @@ def test_rows_that_all_programs_cannot_cut_alike_are_shared_by_those_of_the_firs
     tiles = replace(TILES, side_by_side=side_by_side)
     batch = Batch(kv_len, [1] * len(kv_len), 4, 32, tiles, rounds=4)
     words = device_words(batch, kernel_device)
-    assert words == batch.words
     assert (words[4], sum(work > 0 for work in words[3:256:8])) == (share, num_used)
 
 
@@ -397,8 +394,7 @@ def test_some_program_has_each_row_of_a_batch_without_keys(
 ) -> None:
     """Seven programs are more than all rows' ends cost."""
     batch = Batch([0] * num_seqs, [1] * num_seqs, 1, num_programs, AT_THE_END)
-    words = device_words(batch, kernel_device)
-    assert words == batch.words
+    device_words(batch, kernel_device)
     visits = [visit for program in range(num_programs) for visit in walk(batch, program)]
     assert visits == [((seq, 0), 0, 0) for seq in range(num_seqs)]
 
@@ -407,7 +403,6 @@ def test_some_program_has_each_row_of_a_batch_without_keys(
 def test_a_batch_without_decodes_gives_no_program_work(q_len: list[int], kernel_device: torch.device) -> None:
     batch = Batch([9] * len(q_len), q_len, 2, 4, TILES)
     words = device_words(batch, kernel_device)
-    assert words == batch.words
     assert words[3:32:8] == [0, 0, 0, 0]
 
 

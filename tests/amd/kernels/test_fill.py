@@ -58,6 +58,19 @@ def test_fill_derives_what_plain_python_derives(fill: Fill, kernel_device: torch
     check(fill, case, kernel_device)
 
 
+CHOSEN = {
+    "more new tokens than tokens": one_sequence(3, 5, width=2),
+    "room after all sequences": replace(one_sequence(3, 1, width=1), num_tokens_padded=3000, list_len=9000),
+    "pads and empty sequences": Case([(0, 0), (7, 0), (5, 1)], (1, 1), 6, 9, 30, 4, random_pages([(0, 0)] * 3, 2, 4)),
+}
+
+
+@both
+@pytest.mark.parametrize("case", CHOSEN.values(), ids=CHOSEN)
+def test_fill_derives_it_of_chosen_steps(fill: Fill, kernel_device: torch.device, case: Case) -> None:
+    check(fill, case, kernel_device)
+
+
 @pytest.mark.nightly
 @settings(max_examples=200)
 @given(case=cases())
@@ -93,12 +106,6 @@ def test_any_number_of_sequences_and_long_prompts(
     check(fill, case, kernel_device)
 
 
-@both
-def test_what_lies_after_all_sequences_is_rewritten_however_long_it_is(fill: Fill, kernel_device: torch.device) -> None:
-    case = replace(one_sequence(3, 1, width=1), num_tokens_padded=3000, list_len=9000)
-    check(fill, case, kernel_device)
-
-
 @pytest.mark.fast
 @both
 @pytest.mark.parametrize("past", [1, 4, 5, 4000])
@@ -116,13 +123,6 @@ def test_a_length_beyond_its_row_meets_page_zero_and_no_other_rows_page(
     assert not others & set(step.page_list[own].tolist())
     assert not others & set((step.slot_of_token[tokens] // 4).tolist())
     assert step.counts[ERROR_WORD] == TOKEN_WITHOUT_PAGE
-
-
-@both
-def test_more_new_tokens_than_tokens_meet_page_zero(fill: Fill, kernel_device: torch.device) -> None:
-    case = one_sequence(3, 5, width=2)
-    check(fill, case, kernel_device)
-    assert fill_once(fill, case, kernel_device).counts[ERROR_WORD] == TOKEN_WITHOUT_PAGE
 
 
 @both
@@ -170,13 +170,6 @@ def test_pages_before_a_chunk_may_be_given_back(
     step = tensors(case, kernel_device)
     fill(step, page_size=4, window_left=7, chunk=chunk)
     assert step.counts[ERROR_WORD] & WINDOW_WITHOUT_PAGE == (WINDOW_WITHOUT_PAGE if is_blind else 0)
-
-
-@both
-def test_pads_and_empty_sequences_are_no_error(fill: Fill, kernel_device: torch.device) -> None:
-    seqs = [(0, 0), (7, 0), (5, 1)]
-    case = Case(seqs, (1, 1), 6, 9, 30, 4, random_pages(seqs, 2, 4))
-    assert fill_once(fill, case, kernel_device).counts.tolist() == [3, 1, 41, 0]
 
 
 @both

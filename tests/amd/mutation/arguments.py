@@ -56,14 +56,10 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 def run_both(
     memory: Memory, launch: Callable[..., None], twin: Callable[..., None], *args: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """Runs a launcher over arguments in memory, and its torch twin over copies. Returns the arguments of both.
-
-    Checks that nothing around tensors was written.
-    """
+    """Runs a launcher over arguments in memory, and its torch twin over copies. Returns the arguments of both."""
     found, wanted = ((with_tensors(put, args), with_tensors(put, options)) for put in (memory.put, torch.clone))
     launch(*found[0], **found[1])
     twin(*wanted[0], **wanted[1])
-    memory.assert_surroundings_untouched()
     return found, wanted
 
 

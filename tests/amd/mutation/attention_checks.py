@@ -70,7 +70,6 @@ def decode(memory: Memory, like: DecodeTiles = DECODE_TILES) -> None:
         tensors = attention(memory, case)
         run_decode(tensors, num_programs=num_programs, tiles=tiles, put=memory.put)
         assert_served(tensors)
-        memory.assert_surroundings_untouched()
 
 
 def plain_decode(memory: Memory) -> None:
@@ -80,7 +79,6 @@ def plain_decode(memory: Memory) -> None:
         tensors = attention(memory, case)
         launch_plain_decode(tensors.args(), scores=tensors.scores)
         assert_served(tensors)
-        memory.assert_surroundings_untouched()
 
 
 def storing_decode(memory: Memory) -> None:
@@ -105,7 +103,6 @@ def storing_decode(memory: Memory) -> None:
         launch_storing_decode(args, new, scores=tensors.scores, cut=cut, tiles=tiles)
         assert_served(tensors)
         assert counts[3] == 0, "what lies beside a row was looked at"
-        memory.assert_surroundings_untouched()
 
 
 def merges(memory: Memory) -> None:
@@ -120,7 +117,6 @@ def decode_of_two_heads(memory: Memory) -> None:
     tensors = attention(memory, case)
     run_decode(tensors, num_programs=3, tiles=replace(DECODE_TILES, heads_per_row=2), put=memory.put)
     assert_served(tensors)
-    memory.assert_surroundings_untouched()
 
 
 def extend(memory: Memory) -> None:
@@ -144,7 +140,6 @@ def extend(memory: Memory) -> None:
         tensors = attention(memory, case)
         run_extend(tensors, tiles=tiles, sharing=ALL_SHARED._replace(programs=programs), put=memory.put)
         assert_served(tensors)
-        memory.assert_surroundings_untouched()
 
 
 def segments(memory: Memory) -> None:
@@ -164,7 +159,6 @@ def segments(memory: Memory) -> None:
             else:
                 segment_cases.run_decode(tensors, num_programs=3, tiles=SEGMENT_TILES, put=memory.put)
             assert_served(tensors)
-            memory.assert_surroundings_untouched()
 
 
 def segments_left_in_memory(memory: Memory) -> None:
@@ -173,7 +167,6 @@ def segments_left_in_memory(memory: Memory) -> None:
         tensors = attention(memory, Case(heads=HEADS, dims=DIMS, page_size=PAGE_SIZE, spread=True, **case))
         segment_cases.run_extend(tensors, tiles=replace(SEGMENT_TILES, left_in_memory=True), put=memory.put)
         assert_served(tensors)
-        memory.assert_surroundings_untouched()
 
 
 def decode_schedule(memory: Memory) -> None:
@@ -183,7 +176,6 @@ def decode_schedule(memory: Memory) -> None:
     schedule = memory.put(garbage(cut.words(5)))
     launch_decode_schedule(placed(memory, queries_of(kv_len, q_len, sum(q_len), CPU)), schedule, cut)
     assert schedule.tolist() == schedule_twins.decode_schedule(kv_len, q_len, cut)
-    memory.assert_surroundings_untouched()
     decode(memory)
 
 
@@ -198,14 +190,12 @@ def extend_schedule(memory: Memory) -> None:
         schedule = memory.put(garbage(cut.words(num_tokens, len(kv_len))))
         launch_extend_schedule(placed(memory, queries_of(kv_len, q_len, num_tokens, CPU)), schedule, cut)
         assert schedule.tolist() == schedule_twins.extend_schedule(kv_len, q_len, cut, num_tokens)
-        memory.assert_surroundings_untouched()
     cut = replace(ExtendCut(5), sequences=Sequences.WITHOUT_CELLS)
     for kv_len, q_len, first_cell in ((*some, [20, 30, 3]), (*none, list[int]())):
         schedule = memory.put(garbage(cut.words(num_tokens, len(kv_len))))
         queries = placed(memory, queries_of(kv_len, q_len, num_tokens, CPU))
         launch_extend_schedule(queries, schedule, cut, memory.put(ints(first_cell)))
         assert schedule.tolist() == schedule_twins.extend_schedule(kv_len, q_len, cut, num_tokens, {1})
-        memory.assert_surroundings_untouched()
 
 
 def merge_sides(memory: Memory) -> None:

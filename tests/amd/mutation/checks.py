@@ -110,3 +110,9 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "states/token_steps.py": state_checks.token_steps,
     "states/updates.py": state_checks.token_steps,
 }
+
+
+def run_check(path: str, memory: Memory) -> None:
+    """Runs the check of a file in memory. Nothing around any of its tensors may be written."""
+    CHECKS[path](memory)
+    memory.assert_surroundings_untouched()

@@ -112,7 +112,7 @@ def _report(folder: Path, check: str, trial: Trial, most_operations: int, sender
         _run_programs_backwards()
     _count_operations(most_operations)
     try:
-        checks.CHECKS[check](trial.memory())
+        checks.run_check(check, trial.memory())
     except AssertionError as wrong:
         sender.send(f"wrong: {str(wrong).partition(chr(10))[0][:120]}")
     except _Endless:

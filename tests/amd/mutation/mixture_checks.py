@@ -21,20 +21,17 @@ def choose(memory: Memory) -> None:
     ):
         rule = ChoiceRule(groups, 1, 2, softmax=groups == 1, normalised=True, scale=2.0, shared=shared)
         random_choice(sizes, rule, is_corrected=not shared).assert_served(memory.put)
-    memory.assert_surroundings_untouched()
 
 
 def sort_pairs(memory: Memory) -> None:
     """Checks pairs that do not fill a turn, the first one or the second."""
     for num_tokens in (8, 1500):
         assert_sorted(torch.arange(3 * num_tokens).view(-1, 3) % 4, 5, memory.put)
-    memory.assert_surroundings_untouched()
 
 
 def combine(memory: Memory) -> None:
     """Checks rows that fill no block, with all parts of the sum."""
     assert_combined((4, 3, 520), torch.float32, put=memory.put, has_shared=True, has_weight=True)
-    memory.assert_surroundings_untouched()
 
 
 def few_tokens(memory: Memory) -> None:
@@ -46,18 +43,15 @@ def few_tokens(memory: Memory) -> None:
         FewTokens(4, 9, 3, width, 40).assert_sums(
             torch.float32, put=memory.put, has_bias=True, has_shared=True, has_factor=True
         )
-    memory.assert_surroundings_untouched()
 
 
 def gates(memory: Memory) -> None:
     """Checks tokens that fill no block of columns, with a channel of each head and with more."""
     assert_gates((2, 40, 1), torch.float32, put=memory.put, has_y=True)
     assert_gates((2, 6, 100), torch.float32, put=memory.put, has_y=True)
-    memory.assert_surroundings_untouched()
 
 
 def gated_norm(memory: Memory) -> None:
     """Checks groups that fill no block, and rows that fill no program."""
     for case in GATED.values():
         case.assert_served(torch.float32, put=memory.put)
-    memory.assert_surroundings_untouched()

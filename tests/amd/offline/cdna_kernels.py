@@ -29,7 +29,6 @@ def compiled_decode(arch: str, case: Case) -> CompiledKernel:
 
 
 def compiled_extend(arch: str, case: Case) -> CompiledKernel:
-    """The kernel of a case on an arch, with an LSE."""
     tensors, name = build(case, CPU), "_cdna_extend_kernel"
     return last_compiled_by(lambda: run_cdna_extend(arch, tensors), arch, [name])[name]
 

@@ -147,7 +147,6 @@ class ExtendedLayer:
         return Scales.HEAD if self.is_coded else Scales.NONE
 
     def line(self, name: str, arch: str, kernel: CompiledKernel) -> str:
-        """The line of one of its kernels on an arch."""
         count = count_of(kernel, arch)
         assert count is not None
         codes = f"-{EXTEND_CODES[arch].value.removeprefix('float8_')}" if self.is_coded else ""
@@ -166,7 +165,6 @@ EXTENDS = (
 
 
 def extend_line(arch: str, layer: ExtendedLayer) -> str:
-    """The line of extend for CDNA on an arch."""
     kv = EXTEND_CODES[arch] if layer.is_coded else None
     kernel = compiled_extend(arch, replace(PLAIN, heads=layer.heads, dims=layer.dims, kv=kv, scales=layer.scales))
     return layer.line(kernel.name, arch, kernel)

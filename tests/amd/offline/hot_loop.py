@@ -27,7 +27,6 @@ def lds_bytes(loop: Loop) -> int:
 
 
 def loaded_bytes(loop: Loop) -> int:
-    """Bytes that a lane loads from memory."""
     return sum(_load_bytes(each.text) for each in loop.body if is_load(each.text))
 
 

@@ -199,7 +199,6 @@ def _marked(cells: Iterable[tuple[str, int, str]]) -> tuple[int, int]:
 
 
 def names_of(registers: int) -> Iterator[str]:
-    """Yields the names of registers."""
     for index, prefix in enumerate(_KINDS.values()):
         for number in range(_KIND_SIZE):
             if registers >> index * _KIND_SIZE + number & 1:

@@ -8,6 +8,7 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,7 +97,6 @@ def warm(first_prewarm: Warm, cache: Path) -> PrewarmReport:
 
 
 def forget(cache: Path, kernel: str) -> None:
-    """Removes a kernel from Triton's cache."""
     for compiled in {path.parent for path in cache.glob(f"*/{kernel}.*")}:
         shutil.rmtree(compiled)
 
@@ -210,10 +210,7 @@ def test_the_command_writes_a_bundle_of_this_model_alone(
 
 
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: object, **named: object) -> None:
-        raise AssertionError("something is compiled")
-
-    monkeypatch.setattr("rocm_attn.cli.prewarm.prewarm", refuse)
+    monkeypatch.setattr("rocm_attn.cli.prewarm.prewarm", Mock(side_effect=AssertionError("something is compiled")))
 
 
 def test_a_bundle_that_cannot_be_written_is_refused_before_anything_is_compiled(
@@ -265,10 +262,9 @@ def test_a_full_disk_is_a_sentence_about_the_cache(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def refuse(*given: object, **named: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(f"rocm_attn.cli.prewarm.{full}", refuse)
+    monkeypatch.setattr(
+        f"rocm_attn.cli.prewarm.{full}", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    )
     named = {"config": config, "cache": cache}
     assert main(["prewarm", str(config), *COMMAND, *(word.format(**named) for word in bundle)]) == code
     assert sentence.format(**named) in capsys.readouterr().err

@@ -166,7 +166,6 @@ class EngineScene(Calls):
         return list(self.oracle.kv)
 
     def length(self, row: int) -> int:
-        """Tokens of a row."""
         return len(self.oracle.kv.get(row, ()))
 
     def admit(self) -> int | None:
@@ -287,7 +286,6 @@ class EngineScene(Calls):
     # Comparisons
 
     def check_device(self) -> None:
-        """Checks the device of the engine's attention."""
         self.attention.check_device()
 
     def state(self) -> object:

@@ -20,6 +20,5 @@ HEADS = {
 
 
 def layer(model: str, dtype: torch.dtype = torch.bfloat16, page_size: int = 16) -> Problem:
-    """A full-attention layer of a model."""
     num_q_heads, num_kv_heads, head_dim = HEADS[model]
     return Problem(num_q_heads, num_kv_heads, head_dim, dtype, page_size, v_head_dim=head_dim, scale=head_dim**-0.5)

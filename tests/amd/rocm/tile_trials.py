@@ -28,7 +28,6 @@ class RecordedBench:
         return judged
 
     def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
-        """See `Bench.judge_others`."""
         judged = self._bench.judge_others(job, tiles)
         if judged.wrong:
             self._candidates[job, tiles] |= asdict(judged)

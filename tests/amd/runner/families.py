@@ -287,6 +287,5 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def family_model(family: str, **changes: Any) -> Any:
-    """A transformers model of a family, with random weights."""
     name, settings = FAMILIES[family]
     return small_hf_model(name, **{**settings, **changes})

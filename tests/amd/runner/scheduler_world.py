@@ -198,7 +198,11 @@ class World:
         self.sequences[number] = sequence
         self.scheduler.add(sequence)
 
-    def step(self) -> None:
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self._step()
+
+    def _step(self) -> None:
         decoding = [] if self.pending else self.scheduler.decoding()
         drafted = {each.number: self.draft(each.token_ids, most) for each, most in decoding}
         given = {number: drafts for number, drafts in drafted.items() if drafts is not None}

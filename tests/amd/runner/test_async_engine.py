@@ -7,6 +7,7 @@ import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,8 +61,7 @@ async def test_a_late_reader_finds_all_tokens_in_one_piece_and_holds_up_no_other
         late = front.stream(request)
         other = await front.complete(request)
         await front.between_steps(lambda: None)
-        found = [piece async for piece in late], other
-    (piece,), other = found
+        (piece,) = [piece async for piece in late]
     assert (piece.token_ids, piece.text, piece.finish_reason) == (other.token_ids, other.text, "length")
 
 
@@ -90,9 +90,8 @@ async def test_the_event_loop_goes_on_while_a_step_runs(loaded: LoadedModel, mon
         first.close()
         gated.let(200)
         found = await second
-    served_beside = found
     assert threads == {threading.get_ident()}
-    assert served_beside == engine(loaded).generate([LONG])[0]
+    assert found == engine(loaded).generate([LONG])[0]
 
 
 async def leave(stream: RequestStream, way: str, pieces: int) -> None:
@@ -150,7 +149,7 @@ async def test_any_order_of_calls_leaves_every_other_request_as_it_would_be(seed
         gated.let(10_000)
         await asyncio.gather(*calls)
         await pauses.aclose()
-        results = [
+        found = [
             None if number in gone else await (stream.completion() if number % 2 else read(stream))
             for number, stream in enumerate(streams)
         ]
@@ -158,7 +157,6 @@ async def test_any_order_of_calls_leaves_every_other_request_as_it_would_be(seed
             (end,) = await asyncio.gather(task, return_exceptions=True)
             assert isinstance(end, asyncio.CancelledError) if way == "cancel" else end is None
         assert await front.between_steps(lambda: is_empty(served)), "the request that left has taken its pages along"
-        found = results
     for number, (got, wanted) in enumerate(zip(found, engine(loaded).generate(requests), strict=True)):
         if number in gone:
             continue
@@ -207,36 +205,20 @@ async def test_a_request_that_fails_does_so_alone(prompt: tuple[int, ...], poiso
     assert is_empty(served)
 
 
-async def test_what_a_call_raises_is_its_callers_and_the_engine_goes_on(loaded: LoadedModel) -> None:
-    def fails() -> None:
-        raise Broken("only mine")
-
-    async with AsyncEngine(engine(loaded)) as front:
-        done = asyncio.ensure_future(front.complete(LONG))
-        with pytest.raises(Broken, match="only mine"):
-            await front.between_steps(fails)
-        assert await front.between_steps(threading.get_ident) != threading.get_ident()
-        found = await done
-    assert found == engine(loaded).generate([LONG])[0]
-
-
 class Leaving(BaseException):
     """Like SystemExit, which asyncio passes on to whatever runs its loop."""
 
 
-@pytest.mark.parametrize(("raised", "met"), [(StopIteration, RuntimeError), (Leaving, Leaving)])
-async def test_whatever_a_call_raises_ends_no_request(
+@pytest.mark.parametrize(("raised", "met"), [(Broken, Broken), (StopIteration, RuntimeError), (Leaving, Leaving)])
+async def test_whatever_a_call_raises_is_its_callers_and_ends_no_request(
     raised: type[BaseException], met: type[BaseException], loaded: LoadedModel
 ) -> None:
     """With `lambda: next(nothing)` the engine ended, and with it all requests."""
 
-    def fails() -> None:
-        raise raised
-
     async with AsyncEngine(engine(loaded)) as front:
         done = asyncio.ensure_future(front.complete(LONG))
         with pytest.raises(met):
-            await front.between_steps(fails)
+            await front.between_steps(Mock(side_effect=raised))
         found = await done
     assert found == engine(loaded).generate([LONG])[0]
 
@@ -258,13 +240,10 @@ async def test_a_listener_that_raises_fails_its_own_request_alone(
 ) -> None:
     """The engine ended, and with it all requests; after a CancelledError, as of a task's result, others lost tokens."""
 
-    def fails() -> None:
-        raise raised
-
     served = engine(loaded)
     async with AsyncEngine(served) as front:
         stream, other = front.streams([LONG, LONG])
-        stream.listen(fails)
+        stream.listen(Mock(side_effect=raised))
         if gives_up:
             stream.give_up(RequestFailed(Completion((5,), (), "", "error", error="given up")))
         with pytest.raises(RequestFailed, match="given up" if gives_up else "could not be taken in: .*: only mine"):
@@ -463,13 +442,10 @@ async def test_output_that_cannot_be_taken_in_fails_its_request_alone(
 async def test_a_message_that_cannot_be_taken_in_ends_the_engine_for_all(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def breaks(_: object) -> None:
-        raise Broken("mine")
-
     served = engine(loaded)
     async with AsyncEngine(served) as front:
         streams = [front.stream(LONG) for _ in range(3)]
-        monkeypatch.setattr(front._books, "_take_output", breaks)
+        monkeypatch.setattr(front._books, "_take_output", Mock(side_effect=Broken("mine")))
         for stream in streams:
             with pytest.raises(EngineEnded, match="Broken: mine"):
                 await asyncio.wait_for(stream.completion(), 60)

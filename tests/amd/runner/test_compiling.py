@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from rocm_serve.text import constraint, matching
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.matching import Matching, TextMatcher
 from tests.amd.runner.async_engines import is_empty
+from tests.amd.runner.serving import served_to_the_end, until_done
 from tests.amd.runner.thread_ranks import ThreadRank, on_threads
 from tests.amd.runner.tiny_model import CONFIG, RECURRENT, tiny_model
 from tests.amd.runner.with_parameters import (
@@ -211,10 +213,7 @@ def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.Monk
     assert not served._matching._compiled
     served.generate([CONSTRAINED[2]])
 
-    def panics(of_engine: Matching, *key: Any) -> Any:
-        raise BaseException("a panic")
-
-    monkeypatch.setattr(Matching, "_compile", panics)
+    monkeypatch.setattr(Matching, "_compile", Mock(side_effect=BaseException("a panic")))
     served.generate([CONSTRAINED[2]])
     with pytest.raises(BadRequest, match=r"the library fails \(BaseException: a panic\)"):
         served.submit(replace(CONSTRAINED[2], constraint=Constraint.regex("new")))
@@ -266,8 +265,7 @@ def served_while_held(served: Engine, held_masks: HeldMasks) -> list[Completion]
         served.step()
     assert numbers[0] in served._outputs
     held_masks.may_end.set()
-    while served.has_work:
-        served.step()
+    until_done(served)
     completions = [served.completion(number) for number in numbers]
     assert is_empty(served)
     return completions
@@ -299,9 +297,7 @@ def test_a_text_whose_mask_is_computed_may_be_preempted(held_masks: HeldMasks, b
     assert served._outputs[numbers[1]].sequence.num_read == 2
     assert served.metrics.preemptions
     held_masks.may_end.set()
-    while served.has_work:
-        served.step()
-    assert [served.completion(number) for number in numbers] == expected
+    assert served_to_the_end(served, numbers) == expected
 
 
 def test_ranks_leave_out_the_same_texts(held_masks: HeldMasks) -> None:

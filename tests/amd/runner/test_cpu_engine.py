@@ -19,7 +19,6 @@ NEW_TOKENS = 9
 
 
 def calls_of_a_step(loaded: LoadedModel, batch: int, provider: str) -> float:
-    """Calls in a decode step of the engine."""
     served = engine(loaded, provider=provider, prefix_caching=False, chunk=64)
 
     def calls(num: int) -> int:

@@ -15,6 +15,7 @@ from rocm_serve.models.linears import ROWS, BatchInvariantLinears, Linears
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
+from tests.amd.noted import noted
 from tests.amd.runner.tiny_model import CONFIG, RECURRENT, tiny_model
 from tests.amd.runner.with_parameters import BASE as ALIKE
 from tests.amd.tolerances import assert_products_close
@@ -90,13 +91,6 @@ def test_a_row_of_a_linear_layer_is_the_same_in_any_batch(outputs: int, by_colum
 
 
 def test_every_product_has_one_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = []
-    product = torch.nn.functional.linear
-
-    def watched(x: Tensor, *rest: Any) -> Tensor:
-        rows.append(x.shape[0])
-        return product(x, *rest)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    products = noted(monkeypatch, torch.nn.functional, "linear")
     logits_of(some_requests()[:2], monkeypatch)
-    assert set(rows) == {ROWS}
+    assert {len(x) for x, *_ in products} == {ROWS}

@@ -299,19 +299,18 @@ def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_draft_tokens(dra
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "num_ranks", "why"),
     [
-        ({"speculative": "draft:it"}, "speculative is draft:it, and only ngram drafts are looked up on the device"),
-        ({"topk": 2}, "topk is above 1, and the host looks up the trees of ngram drafts"),
+        ({"speculative": "draft:it"}, 1, "speculative is draft:it, and only ngram drafts are looked up on the device"),
+        ({"topk": 2}, 1, "topk is above 1, and the host looks up the trees of ngram drafts"),
+        ({}, 2, "2 ranks share the model, and plan each step together"),
     ],
 )
-def test_the_host_plans_every_round_for_a_reason(changes: dict[str, Any], why: str) -> None:
-    assert why_no_speculative_steps(replace(OPTIONS, **changes), num_ranks=1, looks_on=False) == why
+def test_the_host_plans_every_round_for_a_reason(changes: dict[str, Any], num_ranks: int, why: str) -> None:
+    assert why_no_speculative_steps(replace(OPTIONS, **changes), num_ranks=num_ranks, looks_on=False) == why
 
 
 def test_an_engine_says_why_the_host_plans_every_round() -> None:
-    said = why_no_speculative_steps(OPTIONS, num_ranks=2, looks_on=False)
-    assert said == "2 ranks share the model, and plan each step together"
     assert engine_of().report().speculative_steps == "follow from each other on the device"
     assert engine_of(check_every=5).report().speculative_steps == (
         "planned by the host: check_every, hang_after or flight_record is set, and needs each step on the host"

@@ -44,11 +44,8 @@ MANY = 256
 def served() -> Iterator[Engine]:
     """An engine whose tokenizer must not be used: what its process is made of."""
 
-    def used(*_: object) -> None:
-        raise AssertionError("the engine's process makes a text")
-
     for owner, name in ((Tokenizer, "encode"), (Tokenizer, "decode"), (Tokenizer, "stream"), (TextStream, "push")):
-        setattr(owner, name, used)
+        setattr(owner, name, Mock(side_effect=AssertionError("the engine's process makes a text")))
     yield engine(tiny_model(tokenizer=word_tokenizer()))
 
 

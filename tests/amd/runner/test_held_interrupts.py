@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.held_interrupts import HeldInterrupts
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.sampling.parameter_picker import TokensWithLogprobs
-from tests.amd.runner.serving import BASE, all_pages_are_free, alone, short_requests, until_done
+from tests.amd.runner.serving import BASE, all_pages_are_free, alone, served_to_the_end, short_requests, until_done
 
 
 @pytest.fixture(autouse=True)
@@ -79,16 +80,11 @@ def test_memory_that_runs_out_in_a_step_leaves_the_engine_usable(
     owner = reduce(getattr, path, engine)
     numbers = [engine.submit(request) for request in short_requests()]
 
-    def run_out(*_: Any) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patch:
-        patch.setattr(owner, method, run_out)
+        patch.setattr(owner, method, Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             engine.step()
-    while engine.has_work:
-        engine.step()
-    assert [engine.completion(number) for number in numbers] == [alone(loaded, each) for each in short_requests()]
+    assert served_to_the_end(engine, numbers) == [alone(loaded, each) for each in short_requests()]
 
 
 @pytest.mark.parametrize(
@@ -113,10 +109,7 @@ def test_memory_that_runs_out_while_tokens_are_noted_makes_the_engine_say_that_i
     owner = reduce(getattr, path, engine)
     number, *_ = [engine.submit(request) for request in short_requests(4, 30)]
 
-    def run_out(*_: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(owner, method, run_out)
+    monkeypatch.setattr(owner, method, Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         until_done(engine)
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from rocm_serve.request import Completion, Request
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.dense_attention import assert_greedy
 from tests.amd.runner.engine_worlds import Run, World
-from tests.amd.runner.serving import all_pages_are_free, tokens_of
+from tests.amd.runner.serving import all_pages_are_free, tokens_of, until_done
 from tests.amd.runner.serving import engine as small_engine
 from tests.amd.runner.test_prefix_cache import STEPS_UNTIL_KNOWN, Pages, Row
 from tests.amd.runner.tiny_model import CONFIG, RECURRENT, tiny_model, with_windows
@@ -88,8 +88,7 @@ def test_a_suspect_takes_no_page_from_host_memory(loaded: LoadedModel) -> None:
     for request in asked[:6]:
         number = served.submit(request)
         served._scheduler.suspect(served._outputs[number].sequence)
-        while served.has_work:
-            served.step()
+        until_done(served)
         assert_greedy(loaded, served.completion(number))
     assert served.metrics.host_kv_hits == hits > 0
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tests.amd.planted import (
 )
 from tests.amd.runner.families import family_model
 from tests.amd.runner.hf_models import load, save
-from tests.amd.runner.serving import all_pages_are_free, some_requests
+from tests.amd.runner.serving import all_pages_are_free, some_requests, until_done
 from tests.amd.runner.tiny_model import LAYOUTS, RECURRENCE, Layout, tiny_model
 from tests.amd.runner.wide_model import CONTEXT, HEAD, load_wide, wide_model
 
@@ -130,8 +131,7 @@ def test_latent_rows_and_selected_keys_are_checked_while_they_serve(
     assert (verdict.word, verdict.sentence, verdict.not_checked) == ("right", "", {})
     plant(monkeypatch)
     assert sorted(served.probe_truth(1).wrong) == wrong
-    while served.has_work:
-        served.step()
+    until_done(served)
     assert all_pages_are_free(served)
 
 
@@ -224,16 +224,12 @@ def test_a_fault_of_the_device_in_it_is_its_verdict_and_no_request_fails(
     number = served.submit(Request((5, 6, 8), 12))
     served.step()
 
-    def bad(args: AttendArgs) -> AttendArgs:
-        raise DeviceFault("step 2: a page was not there", 2)
-
     with monkeypatch.context() as patch:
-        reading(0, bad)(patch)
+        reading(0, Mock(side_effect=DeviceFault("step 2: a page was not there", 2)))(patch)
         verdict = served.probe_truth(0)
     assert (verdict.word, verdict.is_fault) == ("wrong", True)
     assert "a page was not there" in verdict.sentence
-    while served.has_work:
-        served.step()
+    until_done(served)
     assert [served.completion(number)] == expected
     assert all_pages_are_free(served)
 
@@ -252,8 +248,7 @@ def test_a_fault_of_an_earlier_step_fails_its_requests_before_the_probe_runs(
 
     monkeypatch.setattr(served.runtime, "check_device", once)
     assert served.probe_truth(0).word == "right"
-    while served.has_work:
-        served.step()
+    until_done(served)
     done = served.completion(number)
     assert (done.finish_reason, "a page was not there" in done.error) == ("error", True)
     assert all_pages_are_free(served)

@@ -4,7 +4,7 @@ import importlib.machinery
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_attn.models.fields import read_json
 from rocm_serve.models import loading
 from rocm_serve.models.loading import default_dtype, load_model
 from rocm_serve.models.places import find_model
+from tests.amd.noted import noted
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.hf_models import changed_tensors, hf_logits, load, random_tokens, save, small_hf_model
 from tests.amd.runner.small_tokenizers import of_characters
@@ -294,19 +294,13 @@ def test_end_tokens_of_the_generation_config_count_too(model_dir: Path) -> None:
 
 
 def test_each_json_file_of_a_model_is_read_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = list[str]()
-
-    def noting(path: Path) -> Mapping[str, object]:
-        read.append(path.name)
-        return read_json(path)
-
-    monkeypatch.setattr(loading, "read_json", noting)
+    read = noted(monkeypatch, loading, "read_json")
     of_characters(["", "a", "b"]).save(str(model_dir / "tokenizer.json"))
     names = ["generation_config.json", "special_tokens_map.json", "tokenizer_config.json"]
     for name in names:
         (model_dir / name).write_text("{}")
     load(model_dir)
-    assert sorted(read) == ["config.json", *names]
+    assert sorted(path.name for (path,) in read) == ["config.json", *names]
 
 
 def test_the_end_token_of_the_tokenizer_counts_too(model_dir: Path) -> None:

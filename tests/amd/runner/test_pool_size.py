@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -219,10 +220,7 @@ def test_pages_may_be_longer_than_sequences(metered: Callable[[int], MeteredMemo
 def test_a_step_that_does_not_fit_is_refused_in_a_sentence(
     metered: Callable[[int], MeteredMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("HIP out of memory")
-
-    monkeypatch.setattr(StepRunner, "run_eagerly", full)
+    monkeypatch.setattr(StepRunner, "run_eagerly", Mock(side_effect=torch.OutOfMemoryError("HIP out of memory")))
     with metered(1_200_000), pytest.raises(CapacityExceeded, match="a step of 16 tokens in 4 sequences does not fit"):
         runtime_for(tiny_model(context_len=4096), BASE)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.prompt_logprobs import PromptLogprobs
 from rocm_serve.request import Completion, Request, RequestsFailed
+from tests.amd.noted import noted
 from tests.amd.runner.hf_models import hf_logits, load, save, small_hf_model
 from tests.amd.runner.serving import BASE, engine, served_to_the_end
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, with_nan_token
@@ -81,18 +81,11 @@ def test_a_long_prompt_has_few_rows_of_logits_at_a_time(
     model: tuple[Any, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference, loaded = model
-    served, rows = engine(loaded, chunk=64, max_batch_size=2), list[int]()
-    prompts: PromptLogprobs = served._prompts
-    logits = prompts._model.logits
-
-    def counted(hidden: Tensor) -> Tensor:
-        rows.append(hidden.shape[0])
-        return logits(hidden)
-
-    monkeypatch.setattr(prompts._model, "logits", counted)
+    served = engine(loaded, chunk=64, max_batch_size=2)
+    calls = noted(monkeypatch, served._prompts._model, "logits")
     (done,) = served.generate([Request(PROMPTS[-1], 1, prompt_logprobs=1)])
     assert_those_of(reference, done, 1)
-    assert max(rows) == 2, "as many as a step picks from, whose memory was measured"
+    assert max(len(hidden) for (hidden,) in calls) == 2, "as many as a step picks from, whose memory was measured"
 
 
 def test_logits_that_are_nan_fail_the_request_alone() -> None:

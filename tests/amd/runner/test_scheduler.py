@@ -207,13 +207,11 @@ def test_a_long_cached_prefix_is_looked_up_in_steps_that_others_do_not_wait_for(
     """A step computes 10 keys, and one for each token of the step before it; the prefix has 62 pages."""
     served = World(4, 257, max_batch_size=4, chunk=64, max_kv_len=256, keys=10)
     served.add(0, request(250))
-    while served.scheduler.has_work:
-        served.step()
+    served_in_turn(served)
     served.scheduler.all_is_right()
     if steps_of_others:
         served.add(1, Request((700,), 40))
-        for _ in range(steps_of_others):
-            served.step()
+        served.step(steps_of_others)
     before = len(served.steps)
     served.add(2, request(250))
     while 2 not in running(served):
@@ -226,8 +224,7 @@ def test_decodes_run_even_where_they_exceed_the_chunk_and_a_prompt_still_moves()
     served = world(chunk=1)
     for number in range(3):
         served.add(number, request(1, max_new_tokens=30))
-    for _ in range(3):
-        served.step()
+    served.step(3)
     served.add(3, request(3))
     served.step()
     assert served.steps[-1].batch.q_len.tolist() == [1, 1, 1, 1]
@@ -372,8 +369,7 @@ def test_pages_that_hold_nothing_but_rejected_drafts_are_given_back_before_a_seq
     served.draft = lambda token_ids, most: wrong(15)(token_ids, most) if token_ids[0] == 7 else None
     served.add(0, Request(tuple(range(4)), 14))
     served.add(1, Request((7, 8), 20))
-    served.step()
-    served.step()
+    served.step(2)
     assert served.steps[-1].batch.q_len.tolist() == [1, 1 + 15]
     served.draft = no_drafts
     served_in_turn(served)
@@ -401,8 +397,7 @@ def test_a_decoding_sequence_gets_its_pages_ahead_and_most_steps_change_nothing_
 def test_pages_that_were_taken_ahead_are_given_back_to_one_that_waits_for_them(draft: Drafter) -> None:
     served = World(page_size=4, num_pages=1 + 40, max_batch_size=2, chunk=256, max_kv_len=160, draft=draft)
     served.add(0, Request((1, 2, 3), 40))
-    for _ in range(3):
-        served.step()
+    served.step(3)
     row = served.sequences[0].row
     held = served.table.num_held(row)
     assert held > 16
@@ -455,8 +450,7 @@ def test_room_ahead_leaves_a_page_for_each_row_and_is_for_none_while_one_waits()
 def test_pages_ahead_of_a_prompt_that_goes_on_are_given_back_too() -> None:
     served = World(page_size=4, num_pages=1 + 45, max_batch_size=2, chunk=16, max_kv_len=180)
     served.add(0, Request(tuple(range(40)), 100, prefix_caching=False))
-    served.step()
-    served.step()
+    served.step(2)
     assert served.table.num_held(served.sequences[0].row) == 24, "32 tokens and 64 more"
     served.add(1, Request(tuple(range(50)) * 2, 20))  # 25 pages
     served.step()
@@ -467,8 +461,7 @@ def test_pages_ahead_are_given_back_to_a_better_one_that_takes_a_place() -> None
     served = World(page_size=4, num_pages=1 + 80, max_batch_size=2, chunk=256, max_kv_len=320)
     served.add(0, Request((1, 2, 3), 40, priority=-1))
     served.add(1, Request((4, 5, 6), 8))
-    for _ in range(3):
-        served.step()
+    served.step(3)
     assert served.table.num_held(served.sequences[0].row) > 16
     served.add(2, Request(tuple(range(26)) * 10, 20, priority=-1))  # 65 pages
     served.step()
@@ -479,8 +472,7 @@ def test_drafts_leave_the_prompts_that_run_all_of_the_chunk_and_those_that_wait_
     served = world(chunk=12)
     served.draft = right(20)
     served.add(0, request(2, max_new_tokens=40))
-    served.step()
-    served.step()
+    served.step(2)
     assert served.steps[-1].batch.q_len.tolist() == [12], "alone it may have all"
     served.add(1, Request(tuple(range(20, 40)), 3))
     served.step()
@@ -501,8 +493,7 @@ def test_a_large_pool_gives_back_a_few_hundred_cached_pages_at_a_time() -> None:
     """A 64th of its pages would be 1,250."""
     served = World(1, 80_001, max_batch_size=2, chunk=80_000, max_kv_len=80_000)
     served.add(0, request(79_990))
-    while served.scheduler.has_work:
-        served.step()
+    served_in_turn(served)
     served.scheduler.all_is_right()
     served.add(1, Request((700,) * 100, 2))
     served.step()
@@ -513,8 +504,7 @@ def test_a_suspect_is_served_without_drafts() -> None:
     served = world(chunk=64)
     served.draft = right(4)
     served.add(0, request(5, max_new_tokens=20))
-    served.step()
-    served.step()
+    served.step(2)
     assert served.steps[-1].drafts
     served.scheduler.suspect(served.sequences[0])
     served.step()

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -267,12 +268,9 @@ def test_after_memory_has_run_out_in_its_own_step_a_model_drafts_anew(
     assert isinstance(drafter, RowDrafter)
     numbers = [engine.submit(request) for request in requests]
 
-    def run_out(*_: Any) -> None:
-        raise torch.OutOfMemoryError
-
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(drafter.runners._runner, "run", run_out)
+        patch.setattr(drafter.runners._runner, "run", Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             engine.step()
     wanted = Engine(loaded, without_speculation(options)).generate(requests)

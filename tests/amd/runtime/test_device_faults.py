@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -167,11 +167,8 @@ def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device:
     publisher = serving.runtime.gate._publisher
     publish = publisher._ops.publish
 
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no launch")
-
     for _ in range(2):
-        publisher._ops = replace(publisher._ops, publish=fails)
+        publisher._ops = replace(publisher._ops, publish=Mock(side_effect=RuntimeError("no launch")))
         number = serving.runtime.faults.step_number
         with pytest.raises(RuntimeError, match="no launch"):
             serving.run(requests, [1, 1])

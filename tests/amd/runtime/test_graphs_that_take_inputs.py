@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -277,11 +278,8 @@ def test_a_flight_recorder_is_reported_of_a_step_and_of_what_broke_it_off(
     served.kv_len = batch.kv_len
     (entry,) = served.runner._graph_of_plan.values()
 
-    def broken() -> None:
-        raise RuntimeError("lost")
-
     with monkeypatch.context() as patch:
-        patch.setattr(entry.recording, "replay", broken)
+        patch.setattr(entry.recording, "replay", Mock(side_effect=RuntimeError("lost")))
         with pytest.raises(RuntimeError, match="lost"):
             served.runner.run(served.batch())
     assert ran[-1]

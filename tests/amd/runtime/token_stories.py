@@ -26,7 +26,6 @@ class Story:
 
     @classmethod
     def random(cls, problem: Problem, num_tokens: int, seed: int) -> Story:
-        """Returns tokens that depend on the seed alone."""
         generator = torch.Generator().manual_seed(seed)
 
         def rows(heads: int, dim: int) -> Tensor:

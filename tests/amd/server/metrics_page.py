@@ -40,7 +40,6 @@ def served_names() -> dict[str, set[str]]:
 
 
 def rows_of_metrics() -> Iterator[str]:
-    """A row for each metric, in the order of the scrape."""
     for family in families_of(scrape()).values():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = sorted({label for each in family.samples for label in each.labels} - {"le"})

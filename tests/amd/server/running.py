@@ -103,7 +103,6 @@ class Running:
         return asyncio.run_coroutine_threadsafe(self.front.between_steps(function), self.loop).result()
 
     def wait_until_draining(self) -> None:
-        """Waits until the server reports that it drains."""
         self.wait_until(lambda: any(line.startswith("shutting down") for line in self.lines))
 
     def between_loops(self, function: Callable[[], T]) -> T:
@@ -120,7 +119,6 @@ class Running:
             pass
 
     def waiting_bytes(self) -> int:
-        """Returns the bytes of bodies that wait to be served."""
         return self.between_loops(lambda: self.generations.counts.waiting_bytes)
 
     def shrink_buffers(self, num_bytes: int) -> None:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from tokenizers import decoders, models
 
 from rocm_serve.engine import Engine
-from rocm_serve.request import Completion, Request
+from rocm_serve.request import Completion
 from rocm_serve.request_stream import OutputChunk
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
 from rocm_serve.server import long_json
@@ -24,6 +24,7 @@ from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.server.event_stream import _Frame
 from rocm_serve.server.replies import ChatReplies, CompletionReplies, PromptReport, TextChunk, Usage, as_event
 from rocm_serve.text.tokenizer import Tokenizer
+from tests.amd.noted import noted
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.hf_models import hf_logits, load, save, small_hf_model
 from tests.amd.runner.small_tokenizers import sentencepiece
@@ -120,13 +121,7 @@ def test_a_token_that_the_model_excludes_has_a_number_that_json_can_hold(emitted
 
 def test_a_long_answer_is_written_token_by_token(emitted: EmittedTokens, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the answer to a prompt of 128,000 tokens holds up every other stream for seconds."""
-    longest, encode = list[int](), long_json._encode
-
-    def noted(value: object) -> str:
-        longest.append(len(encode(value)))
-        return encode(value)
-
-    monkeypatch.setattr(long_json, "_encode", noted)
+    encode, encoded = long_json._encode, noted(monkeypatch, long_json, "_encode")
     prompt, report = of(*range(3)) * 200, PromptReport(num_likeliest=1, num_echoed=1)
     done = Completion((0,) * 601, (3,) * 600, "b" * 600, "length", logprobs=tuple(of(3)) * 600, prompt_logprobs=prompt)
     for replies in (
@@ -139,7 +134,7 @@ def test_a_long_answer_is_written_token_by_token(emitted: EmittedTokens, monkeyp
             if "prompt_logprobs" in each:
                 each["prompt_logprobs"] = list(each["prompt_logprobs"])
         assert long_json.long_json(replies.whole([done] * 2, usage)) == JSONResponse(plain).body
-    assert max(longest) < 700
+    assert max(len(encode(value)) for (value,) in encoded) < 700
 
 
 def test_an_id_without_an_entry_has_no_bytes(emitted: EmittedTokens) -> None:
@@ -231,15 +226,9 @@ def test_one_choice_of_a_prompt_computes_its_logprobs_and_all_have_them(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [list(context) for context in CONTEXTS[:2]]
-    submit, asked = Engine.submit, list[int]()
-
-    def noted(engine: Engine, request: Request) -> int:
-        asked.append(request.prompt_logprobs)
-        return submit(engine, request)
-
-    monkeypatch.setattr(Engine, "submit", noted)
+    submitted = noted(monkeypatch, Engine, "submit")
     choices = post(server, requested(prompt=prompts, prompt_logprobs=1, n=3)).json["choices"]
-    assert asked == [1, NO_LOGPROBS, NO_LOGPROBS] * 2
+    assert [request.prompt_logprobs for _, request in submitted] == [1, NO_LOGPROBS, NO_LOGPROBS] * 2
     for prompt, place in zip(prompts, (0, 3), strict=True):
         first, *others = (each["prompt_logprobs"] for each in choices[place : place + 3])
         assert [first] * 2 == others

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -280,10 +281,10 @@ async def test_a_piece_that_cannot_be_written_ends_its_own_answer_alone() -> Non
     inboxes = [Inbox(Request((1,)), None) for _ in range(2)]
     streams = [RequestStream(number, inbox, lambda _: None) for number, inbox in enumerate(inboxes)]
 
-    def take(place: int, stream: RequestStream) -> bool:
-        raise ZeroDivisionError
-
-    broken, other = Pieces(streams[:1], take), Pieces(streams[1:], lambda place, stream: False)
+    broken, other = (
+        Pieces(streams[:1], Mock(side_effect=ZeroDivisionError)),
+        Pieces(streams[1:], Mock(return_value=False)),
+    )
     readers = [asyncio.ensure_future(each.next()) for each in (broken, other)]
     await asyncio.sleep(0)
     for inbox in inboxes:

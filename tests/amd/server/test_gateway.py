@@ -66,7 +66,6 @@ def healthy(url: str) -> int:
 
 
 def until_healthy(url: str, num_servers: int) -> None:
-    """Waits, however long, until a gateway sends requests to num_servers servers."""
     while healthy(url) != num_servers:
         _pause()
 

@@ -15,13 +15,13 @@ import pytest
 
 from rocm_attn.errors import BadRequest
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.request import Request
 from rocm_serve.server import tokenising
 from rocm_serve.server.schema import MOST_MESSAGES
 from rocm_serve.server.tokenising import NICENESS
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.token_count import PIECE
 from rocm_serve.text.tokenizer import Tokenizer
+from tests.amd.noted import noted
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import CHAT, COMPLETIONS, Client, post, requested, send
@@ -241,19 +241,13 @@ def test_the_thread_that_has_read_a_large_text_gives_its_memory_back(
 
 
 def test_prompts_of_every_kind_reach_the_engine_as_arrays(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    served, prompts = engine(loaded), list[Any]()
-    submit = served.submit
-
-    def submitted(request: Request) -> int:
-        prompts.append(request.prompt_token_ids)
-        return submit(request)
-
-    monkeypatch.setattr(served, "submit", submitted)
+    served = engine(loaded)
+    submitted = noted(monkeypatch, served, "submit")
     with running(served, tokenizer=recording(word_tokenizer(), Backend(word_tokenizer().backend))) as server:
         for prompt in ([1, 2], "w1 w2", "w1 w2" + " " * 3000):
             assert post(server, requested(prompt=prompt), COMPLETIONS).status == 200
         assert post(server, body(CHAT, "w1 w2"), CHAT).status == 200
-    assert prompts == [array("i", (1, 2))] * 4
+    assert [request.prompt_token_ids for (request,) in submitted] == [array("i", (1, 2))] * 4
 
 
 def test_a_server_that_ends_has_no_thread_left_that_reads_texts(loaded: LoadedModel) -> None:

@@ -12,6 +12,7 @@ from rocm_serve.server.responses_body import ResponsesBody
 from rocm_serve.server.unserved import OF_RESPONSES
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
+from tests.amd.noted import noted
 from tests.amd.server.raw import Reply, post
 from tests.amd.server.running import NAME, Running, running
 from tests.amd.server.test_tools import CALL, forced
@@ -143,14 +144,7 @@ def test_an_answer_that_is_cut_is_incomplete(server: Running, monkeypatch: pytes
 
 
 def test_items_are_the_messages_of_a_conversation(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[Any] = []
-    conversation = Tokenizer.conversation
-
-    def seen(own: Any, *given: Any) -> str:
-        written.append(given[0])
-        return conversation(own, *given)
-
-    monkeypatch.setattr(Tokenizer, "conversation", seen)
+    written = noted(monkeypatch, Tokenizer, "conversation")
     forced(monkeypatch, "fine")
     items: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "How?"}]},
@@ -163,7 +157,7 @@ def test_items_are_the_messages_of_a_conversation(server: Running, monkeypatch: 
         {"role": "developer", "content": "Be short."},
     ]
     ask(server, input=items, instructions="Be kind.", tools=[WEATHER])
-    system, user, answer, first, second, last = written[0]
+    system, user, answer, first, second, last = written[0][1]
     assert (system["role"], system["content"]) == ("system", "Be kind.")
     assert (user["role"], user["content"]) == ("user", "How?")
     assert (answer["content"], answer["reasoning_content"]) == ("I look.", "Hm.")

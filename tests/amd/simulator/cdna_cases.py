@@ -39,7 +39,6 @@ def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> None:
 
 
 def run_codes(arch: str, name: str) -> None:
-    """Runs a decode over codes of CHOSEN_CODES."""
     _decode(arch, CHOSEN_CODES[name](arch, torch.device("cpu")))
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tests.amd.mutation.checks import CHECKS
+from tests.amd.mutation import checks
 from tests.amd.mutation.memory import Memory
 from tests.amd.simulator.case import KernelCase
 
@@ -24,13 +24,12 @@ class Alone(Memory):
 
 
 def run_check(path: str) -> None:
-    """Runs the check of a file of kernels/."""
-    CHECKS[path](Alone())
+    checks.run_check(path, Alone())
 
 
 def check_cases(arch: str) -> list[KernelCase]:
     return [
         KernelCase(path.removesuffix(".py"), arch, partial(run_check, path))
-        for path in CHECKS
+        for path in checks.CHECKS
         if path.startswith(FOLDERS) or path in PATHS
     ]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -115,11 +116,8 @@ def test_other_bits_of_a_second_run_are_listed(tmp_path: Path) -> None:
 
 
 def test_an_end_of_the_simulator_is_its_own_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(*given: object) -> None:
-        raise SimulationFault("an address is in no storage")
-
     packed = measured(tmp_path / "a.evidence", LayerTap())
-    monkeypatch.setattr(findings, "output_of", end)
+    monkeypatch.setattr(findings, "output_of", Mock(side_effect=SimulationFault("an address is in no storage")))
     (found,) = differences(tmp_path, packed)
     assert found.found == "the simulator ends: an address is in no storage"
 
@@ -144,10 +142,7 @@ def test_damaged_evidence_is_refused(damage: Callable[[str], str], tmp_path: Pat
 def test_a_kernel_that_cannot_be_noted_fails_no_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that is unlike any that is known, for instance."""
 
-    def raises(compiled: object) -> int:
-        raise OSError("libamdhip64.so: no such file")
-
-    monkeypatch.setattr(kernel_notes, "programs_per_cu", raises)
+    monkeypatch.setattr(kernel_notes, "programs_per_cu", Mock(side_effect=OSError("libamdhip64.so: no such file")))
     notes = kernel_notes.KernelNotes()
     notes.start()
     try:

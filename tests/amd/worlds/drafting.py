@@ -48,7 +48,6 @@ class DraftWorld(World):
         return self._draft_steps
 
     def round_batch(self, requests: Sequence[Request], drafts: Drafts, *, reserve: bool = True) -> StepBatch:
-        """Returns a round of drafts."""
         if reserve:
             for request in requests:
                 self.runtime.table.reserve(request.row, request.kv_len + drafts.tokens)

@@ -68,7 +68,6 @@ class Tally:
         return max(server[-1] - server[0] for server in self.resident)
 
     def assert_right(self) -> None:
-        """Asserts is_right, with the errors in the message."""
         assert self.is_right, "\n".join([*self.wrong[:20], *self.lost[:20], f"pages left: {self.pages}"])
 
 
@@ -118,7 +117,6 @@ class MixedLoad:
             await asyncio.to_thread(self._server.stop)
 
     async def until(self, num_requests: int) -> None:
-        """Waits until num_requests requests were sent in all."""
         async with self._quiet:
             await self._quiet.wait_for(lambda: self.num_sent >= num_requests)
 

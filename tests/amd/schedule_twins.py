@@ -51,7 +51,8 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
             continue
         seq, row = rows[index]
         work = min(share, end - start)
-        words += [seq, max(row, axis), start - starts[index], work, share, _low_word(starts[index]), kv_len[seq], pad]
+        low_word, _ = _halves(starts[index])
+        words += [seq, max(row, axis), start - starts[index], work, share, low_word, kv_len[seq], pad]
     words += words_of_seqs
     return words + [0] * (cut.words(len(kv_len)) - len(words))
 
@@ -209,10 +210,6 @@ def _longest_rounds(whole: Sequence[int], slots: int, first: int) -> int:
     """
     places = [k * slots + first * (1 - k % 2) for k in range(16)]
     return max(((k + 1) * whole[place] for k, place in enumerate(places) if place < len(whole)), default=0)
-
-
-def _low_word(number: int) -> int:
-    return _halves(number)[0]
 
 
 def _halves(number: int) -> tuple[int, int]:

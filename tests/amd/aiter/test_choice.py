@@ -34,10 +34,6 @@ from tests.amd.runner.tiny_model import tiny_model
 META = torch.device("meta")
 
 
-def names(selection: Selection) -> dict[str, str]:
-    return {kind.value: kernel.entry.name for kind, kernel in selection.kernels.items()}
-
-
 @pytest.fixture(autouse=True)
 def nothing_said_yet() -> Iterator[None]:
     kernel_choice._warn_once.cache_clear()
@@ -47,7 +43,7 @@ def nothing_said_yet() -> Iterator[None]:
 
 def test_auto_takes_triton_for_the_kinds_of_step_that_aiter_does_not_serve() -> None:
     chosen = select(plain_problem(16, dims=(128, 128), wants_lse=True), GFX942, "auto")
-    assert names(chosen) == {
+    assert {kind.value: kernel.entry.name for kind, kernel in chosen.kernels.items()} == {
         "decode": "triton.decode",
         "extend": "aiter.mha_batch_prefill_func",
         "mixed": "aiter.mha_batch_prefill_func",

@@ -31,11 +31,6 @@ from tests.amd.aiter.stand_in import StandIn
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 from tests.amd.worlds.world import World, page_zero_is_zero
 
-
-def small_latent(page_size: int = 4) -> Problem:
-    return Problem(6, 1, 24, torch.float32, page_size, v_head_dim=16, scale=0.3, pool=PoolKind.LATENT)
-
-
 # Query heads -> launches of an extend step: the kernels are for 16 and for 128 heads.
 LAUNCHES = {1: 1, 8: 1, 16: 1, 24: 2, 64: 4, 128: 1}
 
@@ -113,7 +108,8 @@ def test_more_heads_than_the_kernels_have_are_refused() -> None:
 
 
 def test_v_of_a_latent_layer_must_be_part_of_k() -> None:
-    serving = World.build([small_latent()], CPU, "torch")
+    problem = Problem(6, 1, 24, torch.float32, 4, v_head_dim=16, scale=0.3, pool=PoolKind.LATENT)
+    serving = World.build([problem], CPU, "torch")
     request = serving.admit()
     step = serving.runtime.step(serving.batch([request], [2])).parts[0]
     k = serving.random(step.token_ids.shape[0], 1, 24)

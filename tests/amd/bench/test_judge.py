@@ -44,10 +44,6 @@ def test_a_right_output_passes(batch: str, problem: Problem) -> None:
     assert 0 <= verdict.part <= 1
 
 
-def swapped_heads(out: Tensor) -> Tensor:
-    return out.flip(1)
-
-
 def one_token_lost(out: Tensor) -> Tensor:
     wrong = out.clone()
     wrong[-1] = 0
@@ -61,7 +57,7 @@ def one_nan(out: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "spoil", [swapped_heads, one_token_lost, one_nan, lambda out: out * 1.01, lambda out: out[:-1]]
+    "spoil", [one_token_lost, one_nan, lambda out: out.flip(1), lambda out: out * 1.01, lambda out: out[:-1]]
 )
 def test_a_spoilt_output_does_not_pass(spoil: Callable[[Tensor], Tensor]) -> None:
     data = one_step("3d40")

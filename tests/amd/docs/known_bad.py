@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from rocm_attn.machine.known_bad import COMPONENTS, FEATURES, KnownBad, known_bad
-from rocm_attn.machine.releases import ReleaseRange
 from rocm_lab.page_parts import with_part
 from tests.amd.docs.pages import DOCS
 
@@ -25,7 +24,8 @@ _COLUMNS = ("thread", "bad", "with", "what happens", "what helps", "how the vers
 def _cells(row: KnownBad) -> Iterator[str]:
     place, _, number = row.thread.partition("#")
     yield f"[{row.thread}](https://github.com/{place}/issues/{number})"
-    yield ", ".join(f"{_TITLES[component]} {_span(span)}" for component, span in row.releases.items())
+    releases = (f"{_TITLES[component]} {span}" for component, span in row.releases.items())
+    yield ", ".join(releases).replace(" and before ", ", before ")
     heads = f"{' or '.join(map(str, row.heads))} query heads a rank" if row.heads else ""
     needed = [f"`{name}={value}`" for name, value in row.environment.items()]
     models = " or ".join(row.models)
@@ -33,10 +33,6 @@ def _cells(row: KnownBad) -> Iterator[str]:
     yield f'{row.effect}: "{row.symptom}"'
     yield row.remedy or ("a later release" if row.is_fixed else "")
     yield f"seen: {row.seen}; {row.end}"
-
-
-def _span(span: ReleaseRange) -> str:
-    return str(span).replace(" and before ", ", before ")
 
 
 def page() -> str:

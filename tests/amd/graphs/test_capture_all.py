@@ -24,13 +24,9 @@ from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Requests, Tiny, counts_on_the_host
 
 
-def names(sizes: tuple[int, ...], tokens: tuple[int, ...]) -> list[str]:
-    """Returns the captured shapes of these ladders."""
-    return [shape_name(shape) for shape in capture_shapes(PaddingPolicy(SizeLadder(sizes), SizeLadder(tokens)))]
-
-
 def test_token_counts_are_captured_where_a_step_can_have_them() -> None:
-    assert names((2, 4), (4, 8)) == [
+    shapes = capture_shapes(PaddingPolicy(SizeLadder((2, 4)), SizeLadder((4, 8))))
+    assert [*map(shape_name, shapes)] == [
         "extend of 4 sequences with 8 tokens",
         "mixed of 4 sequences with 8 tokens",
         "extend of 2 sequences with 8 tokens",

@@ -59,12 +59,9 @@ def served(
     requests, outs = tiny.admitted(3), []
     for q_len in STEPS:
         run = partial(runner.run, halves=2) if split else runner.run
-        outs.append(copied(run(requests.batch(q_len))))
+        outputs = tensors_of(run(requests.batch(q_len)))
+        outs.append({path: tensor.clone() for path, tensor in outputs.items()})
     return runner, outs, requests.stored()
-
-
-def copied(outputs: Any) -> dict[str, Tensor]:
-    return {path: tensor.clone() for path, tensor in tensors_of(outputs).items()}
 
 
 def rows_alone(tiny: Tiny) -> Callable[[Part], Tensor]:

@@ -22,11 +22,6 @@ POOLS = Indexing(0.25, top=2, key_tokens=2, last_unit=LastUnit.ADDED)
 COUNTS = [(0, None), (1, None), (CAP - 1, None), (CAP, None), (CAP + 1, None), (POOL, 2 * POOL), (0, 2 * POOL)]
 
 
-def lengths_around(page_size: int, max_kv_len: int) -> list[int]:
-    """Returns KV lengths of interest, each once."""
-    return sorted({0, 1, max(page_size - 1, 1), page_size, page_size + 1, max_kv_len})
-
-
 def grow_to(serving: World, requests: list[Request], lengths: list[int]) -> None:
     """Runs two steps: all but the last token of each request, then that token. A length of 0 brings none in either."""
     for short in (1, 0):
@@ -133,7 +128,7 @@ def walk(
     """
     page_size = problem.page_size
     max_kv_len = 2 * page_size + 3
-    lengths = lengths_around(page_size, max_kv_len)
+    lengths = sorted({0, 1, max(page_size - 1, 1), page_size, page_size + 1, max_kv_len})
     serving = kind.one_layer(
         device,
         graphs=graphs,

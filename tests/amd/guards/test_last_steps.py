@@ -104,7 +104,8 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
     serving.runtime.table.reserve(request.row, 1)
     one = np.array([1], np.int32)
     plain = StepBatch(np.array([request.row]), one, one, NO_TOKEN_IDS)
-    given = replace_inputs(plain)
+    known_to_the_device = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32))
+    given = StepBatch(plain.rows, one, one, NO_TOKEN_IDS, inputs=known_to_the_device)
     counts = serving.runtime.stage(plain).children[0].tensors.counts
     late.launch(lambda: counts[3].fill_(TOKEN_WITHOUT_PAGE))
     serving.runtime.end_step()
@@ -120,9 +121,3 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
     assert [number for number, _ in faults(stage, 6)] == [1]
     late.drain()
     serving.runtime.check_device()
-
-
-def replace_inputs(plain: StepBatch) -> StepBatch:
-    """Returns the same step with lengths that the device knows."""
-    inputs = DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32))
-    return StepBatch(plain.rows, plain.kv_len, plain.q_len, NO_TOKEN_IDS, inputs=inputs)

@@ -21,9 +21,16 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.server.options import ServerOptions
 from tests.amd.forked import run_python
 from tests.amd.house.source_tree import ROOT
-from tests.amd.runner.hf_models import published, small_hf_model, write_gguf
+from tests.amd.runner.hf_models import small_hf_model, write_gguf
 
-LLAMA = {**published("llama-3.1-8b"), "num_hidden_layers": 4}
+# It does not say how long a text may be.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 4,
+}
 GEMMA2 = {
     "architectures": ["Gemma2ForCausalLM"],
     "hidden_size": 2304,

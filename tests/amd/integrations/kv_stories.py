@@ -82,10 +82,6 @@ class Story:
         return [out for new in range(1, 6) for out in self.step(runtime, row, kv_len + new, 1)]
 
 
-def room(num_bytes: int, device: torch.device) -> Tensor:
-    return torch.full((num_bytes + 64,), POISON, dtype=torch.uint8, device=device)
-
-
 def exported(owner: Owner, pages: Pages, kv_len: int) -> tuple[KVExporter, KVExtent, Tensor]:
     """Returns an exporter, and the extent and the buffer of the tokens that it has sent."""
     exporter = KVExporter(owner)
@@ -118,7 +114,7 @@ def moved(source: AttentionRuntime, row: int, kv_len: int, target: AttentionRunt
     exporter, importer = KVExporter(source), KVImporter(target, KVPassport.from_json(KVPassport.of(source).to_json()))
     extent = exporter.extent(exporter.pages_of(row, kv_len), kv_len)
     num_bytes = exporter.num_bytes(extent)
-    memory = room(num_bytes, source.device)
+    memory = torch.full((num_bytes + 64,), POISON, dtype=torch.uint8, device=source.device)
     assert exporter.export_row(row, kv_len, memory[32 : 32 + num_bytes]) == extent
     assert (memory[:32] == POISON).all()
     assert (memory[32 + num_bytes :] == POISON).all()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -253,7 +254,7 @@ def test_layers_that_share_kv_may_run_for_the_tokens_with_logits_only(device: to
 
 def test_captured_steps_are_filled_by_a_graph(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = runner.capture(4, 4, 1)
-    monkeypatch.setattr(ExternalAttention, "fill", _fails)
+    monkeypatch.setattr(ExternalAttention, "fill", Mock(side_effect=AssertionError("fill() is not called")))
     graph.run([1, 1, 1])
     graph.run([1, 1])
     with pytest.raises(AssertionError, match="is not called"):
@@ -276,10 +277,6 @@ def test_only_fills_of_captured_steps_are_recorded_and_replayed_for_their_shape(
     runner.capture(2, 2, 1)
     with pytest.raises(WrongState, match="another shape"):
         attention.replay_fill(fill)
-
-
-def _fails(*_: object) -> None:
-    raise AssertionError("fill() is not called")
 
 
 def test_a_graph_of_any_steps_of_its_size_is_none_of_verify_steps(

@@ -87,11 +87,6 @@ class SecondRunner:
 REGISTRY = "vllm.v1.attention.backends.registry"
 
 
-def no_registry() -> Any:
-    """Stands for vLLM's module of REGISTRY, which keeps nothing."""
-    return SimpleNamespace(AttentionBackendEnum=Enum("Names", ["CUSTOM"]), register_backend=lambda *_: None)
-
-
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """vLLM's modules as far as the hooks read them, and the module of the hooks, imported next to them."""
@@ -171,7 +166,8 @@ def test_states_of_two_kinds_get_one_header_that_is_copied_like_the_state(vllm: 
 def test_nothing_is_hooked_or_imported_unless_the_check_is_asked_for(
     value: str, vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, REGISTRY, no_registry())
+    registry: Any = SimpleNamespace(AttentionBackendEnum=Enum("Names", ["CUSTOM"]), register_backend=lambda *_: None)
+    monkeypatch.setitem(sys.modules, REGISTRY, registry)
     monkeypatch.setenv(WATCH_STATES, value)
     monkeypatch.setattr(whole_images, "keep_images_whole", lambda: None)
     before = vars(vllm.utils.MambaStateShapeCalculator)["mamba2_state_shape"]

@@ -1,7 +1,6 @@
 """Extend takes tiles of few rows if a step's shape shows that its sequences have few new tokens."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.kernels.tuning.extend_tiles import extend_choices
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS, ExtendTileChoice
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS
 from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens, likely_q_len
 from rocm_attn.providers.select import Selection
@@ -85,14 +84,12 @@ def test_a_shape_tells_how_many_new_tokens_a_sequence_is_likely_to_have(shape: P
     assert likely_q_len(shape) == q_len
 
 
-def rows_of(arch: str, gqa_ratio: int, dim: int) -> Sequence[ExtendTileChoice]:
-    return extend_choices(arch, gqa_ratio=gqa_ratio, num_kv_heads=1, head_dim=dim, v_head_dim=dim, dtype=BF16)
-
-
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "gfx942", "gfx950", "interpreter"])
 def test_rows_of_a_problem_rise_to_one_that_serves_any(arch: str) -> None:
     for dim, gqa_ratio in itertools.product((16, 64, 80, 96, 128, 192, 256, 512), (1, 3, 4, 6, 8, 10, 16, 71)):
-        *short, last = rows_of(arch, gqa_ratio, dim)
+        *short, last = extend_choices(
+            arch, gqa_ratio=gqa_ratio, num_kv_heads=1, head_dim=dim, v_head_dim=dim, dtype=BF16
+        )
         assert last.max_rows == ANY_ROWS
         bounds = [row.max_rows for row in short]
         assert bounds == sorted(set(bounds))

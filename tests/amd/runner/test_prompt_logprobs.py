@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -29,13 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]:
     return reference, load(save(reference, tmp_path_factory.mktemp("model")))
 
 
-def expected(reference: Any, prompt: tuple[int, ...]) -> Tensor:
-    """float64 [tokens - 1, vocab]: the logprobs before each token of a prompt but the first."""
-    return hf_logits(reference, torch.tensor(prompt))[:-1].double().log_softmax(-1)
-
-
 def assert_those_of(reference: Any, done: Completion, num_likeliest: int) -> None:
-    exact = expected(reference, tuple(done.prompt_token_ids))
+    # Of each token of the prompt but the first.
+    exact = hf_logits(reference, torch.tensor(done.prompt_token_ids))[:-1].double().log_softmax(-1)
     assert [each.token_id for each in done.prompt_logprobs] == list(done.prompt_token_ids[1:])
     for each, row in zip(done.prompt_logprobs, exact, strict=True):
         ids = torch.tensor([token for token, _ in each.likeliest], dtype=torch.long)

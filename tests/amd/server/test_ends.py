@@ -411,7 +411,7 @@ def test_the_health_of_an_engine_that_has_ended_is_503(loaded: LoadedModel, monk
     replies: list[Reply] = []
     with gated_server(loaded) as (server, gated):
         held = server.hold()
-        monkeypatch.setattr(server.engine, "step", _broken)
+        monkeypatch.setattr(server.engine, "step", Mock(side_effect=Broken("the device is gone")))
         gated.let(MANY_STEPS)
         post(server, requested())
         replies += [send(server, "GET", path) for path in ("/health", "/ready", "/ping", "/metrics")]
@@ -419,10 +419,6 @@ def test_the_health_of_an_engine_that_has_ended_is_503(loaded: LoadedModel, monk
         held()
     assert [reply.status for reply in replies] == [503, 503, 503, 200, 503]
     assert replies[0].error["code"] == "engine_ended"
-
-
-def _broken() -> Any:
-    raise Broken("the device is gone")
 
 
 async def test_work_for_a_request_that_has_ended_does_not_begin() -> None:

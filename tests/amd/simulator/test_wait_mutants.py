@@ -51,13 +51,9 @@ def _step(case: Case) -> Callable[[str], None]:
     return lambda arch: run_step(arch, case, is_large=False)
 
 
-def _store(_: str) -> None:
-    run_store(BF16, linear_pools, is_large=False)
-
-
 KERNELS = {
     "table_update": Mutated("_table_update_kernel", lambda _: run_check("metadata/table_update.py"), 1, 6),
-    "store": Mutated("_store_kernel", _store, 3, 4),
+    "store": Mutated("_store_kernel", lambda _: run_store(BF16, linear_pools, is_large=False), 3, 4),
     "decode": Mutated("_decode_kernel", _step(ONE_DECODE), 19, 2),
 }
 AT_NIGHT = {

@@ -35,8 +35,10 @@ class SortedChoices:
 
 def user_cache() -> Path:
     """The package's folder in the user's cache; below a folder named ~ for a user without a home."""
-    # Path.home() and Path.expanduser() raise then.
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rocm_attn"
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # XDG's rule: processes in other folders would each have a cache of their own.
+    named = named if os.path.isabs(named) else os.path.expanduser("~/.cache")  # Path.home() raises without a home
+    return Path(named) / "rocm_attn"
 
 
 def default_place() -> Path:

@@ -31,6 +31,7 @@ from rocm_lab.bench.random_cases import COUNT, random_cases
 from rocm_lab.bench.request_trace import read_step
 from rocm_lab.bench.result_file import KERNELS, deliver, head, kernels_as_json, lines_of
 from rocm_lab.bench.suites import SuiteCase, suite
+from rocm_lab.cli.bench_parser import LAYER_OPTIONS
 
 # A CPU takes milliseconds for work that takes a GPU microseconds.
 _ROUND_US_ON_CPU = 20_000.0
@@ -95,8 +96,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _run_host(options: argparse.Namespace, device: torch.device) -> None:
     """Runs the suite of the host, which times other things than kernels. Raises WrongResults, BadSetting."""
-    if options.suite != [HOST] or options.batch or options.layer or options.heads or options.config:
-        raise BadSetting("--suite host is measured alone; leave out other suites, --batch, --layer, --heads, --config")
+    given = _of_no_suite(options)
+    if options.suite != [HOST] or given:
+        raise BadSetting(f"--suite host is measured alone; leave out {', '.join(given or ['other suites'])}")
     usual = HostOptions() if device.type == "cuda" else HostOptions(num_layers=4, num_seqs=(1, 8))
     host_options = replace(usual, rounds=options.rounds or usual.rounds)
     providers = options.providers or (("triton",) if device.type == "cuda" else ("torch",))
@@ -163,8 +165,8 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[SuiteC
     if (options.head_dim or options.v_head_dim) and not options.heads:
         raise BadSetting("--head-dim and --v-head-dim are those of --heads; give it too")
     if options.suite:
-        if options.batch or options.layer or options.heads or options.config:
-            raise BadSetting("--suite has its own layers and batches; leave out --batch, --layer, --heads, --config")
+        if given := _of_no_suite(options):
+            raise BadSetting(f"--suite has its own layers and batches; leave out {', '.join(given)}")
         for name in options.suite:
             yield from random_cases(COUNT, options.seed) if name == RANDOM else suite(name)
         return
@@ -175,6 +177,16 @@ def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[SuiteC
             batch = read_step(word[1:]) if word.startswith("@") else BatchSpec.parse(word)
             step = f"requests of {word[1:]}" if word.startswith("@") else ""
             yield SuiteCase(problem, batch, step=step)
+
+
+def _of_no_suite(options: argparse.Namespace) -> list[str]:
+    """The options of layers and batches that were given another value than they have without."""
+    values = {"--batch": options.batch}
+    for each in LAYER_OPTIONS:
+        (flag,) = each.names
+        value = getattr(options, flag.removeprefix("--").replace("-", "_"))
+        values[flag] = None if value == each.arguments.get("default") else value
+    return [flag for flag, value in values.items() if value]
 
 
 def _problems(options: argparse.Namespace) -> Iterator[Problem]:

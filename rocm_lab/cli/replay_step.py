@@ -62,9 +62,15 @@ class LayerResult:
 def run(options: argparse.Namespace) -> None:
     """Runs a step of options.dump in every way and prints which agree. Raises StepsDisagree if two do not.
 
-    With options.simulate the dump is evidence, whose cause is looked for. Raises WrongResult if there is one.
+    With options.simulate the dump is evidence, whose cause is looked for. Raises WrongResult if there is one, and
+    BadSetting for options of dumps.
     """
     if options.simulate:
+        of_dumps = {"--step": options.step, "--device": options.device, "--provider": options.provider}
+        if given := [flag for flag, value in of_dumps.items() if value is not None]:
+            raise BadSetting(
+                f"--simulate runs the one step of its evidence, on no device; leave out {', '.join(given)}"
+            )
         from rocm_lab.cli import replay_evidence  # it needs Triton
 
         replay_evidence.run(options)

@@ -368,6 +368,11 @@ def test_layers_come_from_a_config_and_flags(tmp_path: Path, capsys: Capture) ->
         (["--batch", "@missing.json"], "missing.json cannot be read"),
         (["--suite", "host", "--suite", "decode"], "--suite host is measured alone"),
         (["--batch", "4d4", "--suite", "decode"], "--suite has its own layers"),
+        (
+            ["--suite", "decode", "--window", "99", "--sinks", "--page-sizes", "32", "--dtype", "float16"],
+            "--suite has its own layers and batches; leave out --dtype, --page-sizes, --window, --sinks",
+        ),
+        (["--suite", "host", "--kv-encodings", "e4m3fn"], "host is measured alone; leave out --kv-encodings"),
         (["--batch", "4d4", "--providers", "fa4"], "provider 'fa4' is not known"),
         (["--batch", "4d4", "--kv-encodings", "int4"], "encoding 'int4' is not known"),
         (["--batch", "4d4", "--heads", "3/2"], "heads"),

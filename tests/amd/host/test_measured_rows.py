@@ -263,6 +263,16 @@ def test_a_user_without_a_home_stops_no_runtime(
     assert ("there is no tuning file ~no-such-user/tuning.json" in caplog.text) is bool(named)
 
 
+@pytest.mark.parametrize("named", ["", " ", "cache", "./cache", "~/cache"])
+def test_the_cache_is_the_same_from_every_folder(named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles measured in one folder were not found by a server in another one."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    assert default_place() == tmp_path / "home/.cache/rocm_attn/tuning.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_place() == tmp_path / "rocm_attn/tuning.json"
+
+
 def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
     layer, odd = layer_of(LAYER), layer_of(replace(LAYER, num_q_heads=3, num_kv_heads=3))
     assert refusal(TileTable.DECODE, TUNED, layer) == ""

@@ -151,6 +151,10 @@ PLAN = ("capture-plan", "--max-batch-size", "4")
             "missing.jsonl cannot be read",
         ),
         (("replay-step", "{list}"), "its JSON is no object); give a file that --flight-record has written"),
+        (
+            ("replay-step", "{bare}", "--simulate", "--step", "0", "--device", "cpu"),
+            "--simulate runs the one step of its evidence, on no device; leave out --step, --device",
+        ),
         (("replay-step", "{bare}"), "its JSON names no format); give a file that --flight-record has written"),
         (("replay-step", "/nowhere"), "No such file or directory); give a file that --flight-record has written"),
         (

@@ -3,7 +3,6 @@
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from rocm_attn.errors import DeviceFault, RocmAttnError
@@ -18,12 +17,6 @@ class Refused:
 
 REFUSED: Final = Refused()
 LAST_CALLS = 12  # before a finding that are reported
-
-
-def in_another_thread(body: Callable[[], T]) -> T:
-    """Returns what a function gives in a thread of its own. Raises what it does."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(body).result()
 
 
 class Calls(ABC):

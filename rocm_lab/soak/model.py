@@ -9,13 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.recurrence import Recurrence
 from rocm_attn.step.head_weights import HeadWeights
@@ -23,12 +21,10 @@ from rocm_attn.step.step import Part
 from rocm_lab.soak.oracle import Layer, OracleLayer
 from rocm_lab.soak.recurrences import RecurrentRows
 
-PAD_ID = 0  # its hidden state is NaN: a pad's may be
 VOCABULARY = 12  # ids 1 up to, but not including, this one are tokens; graphs are checked on them
 NOT_FINITE_ID = VOCABULARY  # its V holds an infinity and a NaN
 PLACES = 5  # positions that differ by a multiple of this look the same
 MAX_TOKENS = 512
-TURNED_PLACES = 64  # positions of rows that are turned
 
 
 def looked_up(token_id: int, position: int) -> int:
@@ -52,7 +48,7 @@ class LayerTables:
 
     @classmethod
     def random(cls, problem: Problem, generator: torch.Generator, device: torch.device) -> LayerTables:
-        """Tables whose entries of PAD_ID are NaN, and whose V of NOT_FINITE_ID is not finite."""
+        """Tables whose entries of id 0, a pad's, are NaN, and whose V of NOT_FINITE_ID is not finite."""
         entries = (VOCABULARY + 1) * PLACES
 
         def draw(heads: int, dim: int) -> Tensor:
@@ -112,27 +108,6 @@ class LayerTables:
             slopes=heads if weights.alibi_slopes is None else weights.alibi_slopes.double().cpu().numpy(),
             rounding=torch.finfo(problem.dtype).eps / 2,
         )
-
-
-def no_turn(dim: int, positions: int, device: torch.device) -> QkvWork:
-    """Rope by an angle of 0, so that rows stay what they are."""
-    table = torch.cat([torch.ones(positions, dim // 2), torch.zeros(positions, dim // 2)], 1)
-    return QkvWork(RopeTable(table.to(device)))
-
-
-def attend_turned(calls: Any, number: int, layer: LayerTables, entry: Tensor, *, apart: bool) -> tuple[Tensor, Any]:
-    """A layer of a step whose rows are turned, by 0: before they are stored, or as they are. Returns out and lse."""
-    q, k, v = layer.of(entry)
-    out, lse = layer.room(q)
-    work, turned = no_turn(layer.problem.head_dim, TURNED_PLACES, q.device), torch.zeros_like(q)
-    if apart:
-        calls.rope_queries(number, q, turned, work)
-        calls.store(number, k, v)
-    else:
-        calls.rope_and_store(number, q, k, v, turned, work)
-    calls.attend(number, turned, out, lse)
-    calls.finish(number, out, undo=no_turn(layer.problem.v_head_dim, TURNED_PLACES, q.device).rope)
-    return out, lse
 
 
 class HalfWay(Exception):

@@ -458,11 +458,6 @@ def draft_parent(step: int, branch: Any, branches: int) -> Any:
     return (branch * 3 + step) % branches
 
 
-def same_branch(step: int, branch: int, branches: int) -> int:
-    """The same of a round whose branches go on side by side."""
-    return branch
-
-
 def _tokens(kv: Sequence[int], pages: Sequence[int], page_size: int, what: str) -> list[tuple[int, int, int, str]]:
     """(page, offset, what it looks up, where) of stored tokens that have a page."""
     found = []

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from rocm_attn.external import Bounds
 from rocm_attn.step.external_step import ONE_EACH, BoolCells, DeviceSpans, ExternalStep
-from rocm_lab.soak.calls import REFUSED, in_another_thread
+from rocm_lab.soak.calls import REFUSED
 from rocm_lab.soak.finding import Finding
-from rocm_lab.soak.model import attend_turned
 from rocm_lab.soak.oracle import UNKNOWN
 from rocm_lab.soak.seq import Seq
 from tests.amd.random_calls.engine_scene import MOST_SEQS, NUM_PAGES, PAGE, ROWS, WIDTH, EngineScene, Graph
+from tests.amd.random_calls.step_calls import attend_turned, in_another_thread
 
 # Whole steps
 

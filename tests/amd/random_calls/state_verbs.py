@@ -19,7 +19,7 @@ from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.setting import CHAIN
 from rocm_lab.soak.shown_verbs import going_on
 from rocm_lab.soak.step_verbs import a_run, by_hand, by_runner, finish_by_hand, judged_step, reserve_for
-from rocm_lab.soak.table_verbs import export_pages
+from tests.amd.random_calls.table_calls import export_pages
 
 
 def wrong_state(scene: Scene) -> None:

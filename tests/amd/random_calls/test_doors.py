@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.setting import STATES_IN_GRAPHS
-from rocm_lab.soak.step_verbs import step_whole
 from tests.amd.random_calls import doors
 from tests.amd.random_calls.engine_scene import EngineScene
 from tests.amd.random_calls.engine_step_verbs import capture, recorded_fill, seal
 from tests.amd.random_calls.engine_verbs import engine_prefill
 from tests.amd.random_calls.pairs import ENGINE, SERVER, STATES, drive
+from tests.amd.random_calls.step_calls import step_whole
 from tests.amd.random_calls.verbs import prefill
 
 # The verbs that others continue from.

@@ -18,7 +18,7 @@ from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.oracle import UNKNOWN
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
-from tests.amd.random_calls import hostile_verbs, state_verbs
+from tests.amd.random_calls import hostile_verbs, state_verbs, step_calls, table_calls
 
 Verb = Callable[[Scene], None]
 
@@ -74,7 +74,7 @@ def expanded(scene: Scene) -> None:
     if scene.open is None:
         q = torch.zeros(2, heads, layer.problem.head_dim, device=scene.device)
         scene.call("expanded without a step", lambda: prefill_of.attend(q, q[:, 0], expand), wrong="no step runs")
-        step_verbs.begin(scene)
+        step_calls.begin(scene)
     begun = scene.open
     if begun is None:
         return
@@ -157,15 +157,15 @@ def accepted_rows(scene: Scene) -> None:
 VERBS: dict[str, Verb] = {
     verb.__name__: verb
     for verb in (
-        step_verbs.step_whole, step_verbs.step_halves, step_verbs.step_compiled, step_verbs.step_with_rows_worked,
-        step_verbs.run_graphed, step_verbs.run_graphed_halves, step_verbs.run_eagerly, step_verbs.step_of_a_thread,
-        step_verbs.lengths_on_device, step_verbs.verify, step_verbs.move, step_verbs.again_by_hand,
-        step_verbs.again_by_runner, step_verbs.begin, step_verbs.stage, step_verbs.fill, step_verbs.store_one,
-        step_verbs.attend_one, step_verbs.old_layers, step_verbs.end, step_verbs.draft_chain, step_verbs.draft_tree,
-        step_verbs.draft_runner, table_verbs.admit, table_verbs.reserve, table_verbs.reserve_all, table_verbs.truncate,
-        table_verbs.free, table_verbs.given_to_another, table_verbs.fork, table_verbs.evict, table_verbs.mark_stored,
-        table_verbs.keep, table_verbs.admit_over, table_verbs.drop, table_verbs.look, table_verbs.export_row,
-        table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, weights, kv_scales,
+        step_calls.step_whole, step_calls.step_halves, step_calls.step_compiled, step_calls.step_with_rows_worked,
+        step_verbs.run_graphed, step_calls.run_graphed_halves, step_calls.run_eagerly, step_calls.step_of_a_thread,
+        step_calls.lengths_on_device, step_calls.verify, step_calls.move, step_calls.again_by_hand,
+        step_calls.again_by_runner, step_calls.begin, step_calls.stage, step_calls.fill, step_calls.store_one,
+        step_calls.attend_one, step_calls.old_layers, step_calls.end, step_calls.draft_chain, step_calls.draft_tree,
+        step_calls.draft_runner, table_verbs.admit, table_verbs.reserve, table_calls.reserve_all, table_verbs.truncate,
+        table_verbs.free, table_calls.given_to_another, table_verbs.fork, table_calls.evict, table_calls.mark_stored,
+        table_verbs.keep, table_verbs.admit_over, table_verbs.drop, table_calls.look, table_calls.export_row,
+        table_calls.export_pages, table_calls.import_row, table_calls.import_pages, weights, kv_scales,
         scales_from_scratch, expanded, captures, reopen, unseal, ask, copied, accepted_rows,
         shown_verbs.step_with_mask, shown_verbs.step_with_spans, shown_verbs.step_sharing_prefixes,
         hostile_verbs.step_of_infinities, hostile_verbs.memory_runs_out, hostile_verbs.stray_write,
@@ -206,7 +206,7 @@ def prefill(scene: Scene) -> None:
 
 def settle(scene: Scene) -> None:
     """Close what is open; then each request goes on by a token, and gives what the oracle says."""
-    step_verbs.close(scene)
+    step_calls.close(scene)
     scene.compare_pool("closing")
     if scene.listen():
         scene.say("reported at the end")

@@ -222,6 +222,7 @@ def round_by_runner(scene: Scene, rows: list[int], drafts: Drafts) -> None:
 
 
 def round_of(scene: Scene, rows: list[int], drafts: Drafts) -> tuple[list[Seq], StepBatch]:
+    """The sequences of a round of drafts of rows, and its batch."""
     seqs = [Seq(row, scene.length(row), [draft_id(0, 0)]) for row in rows]
     ids = [int(draft_id(0, branch)) for _ in seqs for branch in range(drafts.branches)]
     scene.last = scene.verified = None

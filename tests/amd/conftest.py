@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -55,6 +57,14 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     note_end(session)
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """SIGINT is not ignored, as it is in a shell's job in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

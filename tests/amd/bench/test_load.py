@@ -278,6 +278,7 @@ def test_servers_that_were_measured_before_one_could_not_be_are_kept(
     assert [row["target"] for row in json.loads(out.read_text())["rows"]] == ["one"]
 
 
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_what_came_before_an_interrupt_is_written(
     by: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

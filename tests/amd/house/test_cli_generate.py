@@ -219,14 +219,6 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.
     assert f"prompt 2 failed: {failed['error']}\n" in printed.err
 
 
-@pytest.fixture
-def heard() -> Iterator[None]:
-    """SIGINT is not ignored, as it is in a shell's job in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_prompts_that_are_done_before_an_interrupt_are_printed_as_json(

@@ -197,6 +197,7 @@ def test_a_script_without_a_kernel_says_so_to_programs_too(tmp_path: Path, capsy
     assert all("it launched no kernel" in run["error"] and not run["passed"] for run in runs)
 
 
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("by", ["SIGINT", "SIGTERM"])
 def test_kernels_that_ran_before_an_interrupt_are_reported(
     by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -76,6 +76,7 @@ class Fuse:
         return True
 
 
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_the_steps_before_an_interrupt_are_reported(
     by: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

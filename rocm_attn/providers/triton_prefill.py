@@ -72,8 +72,8 @@ _LEAST_WINDOW = 128
 def limits_of_prompts(those: Limits) -> Limits:
     """The limits of a kernel's steps of new prompts alone, from the kernel's limits.
 
-    Attention that is not causal, slopes and soft
-    caps were not measured. With more query heads per KV head, many rows of a block of 64 would have no token.
+    Attention that is not causal, slopes and soft caps were not measured. With more query heads per KV head, many rows
+    of a block of 64 would have no token.
     """
     head_dim = those.head_dim[0], max(_PROMPTS)
     return replace(

@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]:
 
 
 def assert_those_of(reference: Any, done: Completion, num_likeliest: int) -> None:
-    # Of each token of the prompt but the first.
+    # Each token of the prompt but the first has one.
     exact = hf_logits(reference, torch.tensor(done.prompt_token_ids))[:-1].double().log_softmax(-1)
     assert [each.token_id for each in done.prompt_logprobs] == list(done.prompt_token_ids[1:])
     for each, row in zip(done.prompt_logprobs, exact, strict=True):

@@ -69,8 +69,8 @@ class MixedAtOnce:
         extend = args._replace(schedule=schedules[0], workspace=args.workspace[:words])
         decode = args._replace(schedule=schedules[1], workspace=args.workspace[words:])
         _side_stream(args.q.device).run_both(
-            here=lambda: self.in_turn.decode.attend(decode, step, bounds),
-            aside=lambda: self.in_turn.extend.attend(extend, step, bounds),
+            here=lambda: self.in_turn.extend.attend(extend, step, bounds),
+            aside=lambda: self.in_turn.decode.attend(decode, step, bounds),
         )
 
     def _words_of_extend(self, shape: PaddedShape) -> int:

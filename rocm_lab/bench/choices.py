@@ -9,6 +9,7 @@ SUITES = (
     "chunks",
     "soft-cap",
     "ranges",
+    "short",
     "decode",
     "decode-192",
     "page-sizes",

@@ -100,6 +100,13 @@ def _ranges() -> Iterator[SuiteCase]:
             yield from (plain, _with(plain, custom_mask=True))
 
 
+def _short() -> Iterator[SuiteCase]:
+    """Steps of few keys, whose time is that of launches, merges and the first loads."""
+    for name in ("llama-8b", "llama-70b-tp8", "gpt-oss", "gemma-256"):
+        for batch in ("1d100", "8d500", "1x5+200", "16x5+500", "1x100", "4x32+500", "31d500+1x200+300"):
+            yield _case(NAMED[name], batch)
+
+
 def _with(case: SuiteCase, **fields: Any) -> SuiteCase:
     return replace(case, problem=replace(case.problem, **fields))
 
@@ -142,6 +149,7 @@ _MAKERS: Mapping[str, Callable[[], Iterator[SuiteCase]]] = {
     "chunks": _chunks,
     "soft-cap": _soft_cap,
     "ranges": _ranges,
+    "short": _short,
     "decode": _decode,
     "decode-192": _decode_192,
     "page-sizes": _page_sizes,

@@ -46,6 +46,7 @@ TITLES = {
     "chunks": "Large chunks",
     "soft-cap": "Soft caps",
     "ranges": "Chunks of 8,192 keys, windows of 1,024, and images whose tokens see each other",
+    "short": "Short contexts: few keys, or few new tokens",
     "decode": "Decode",
     "decode-192": "Decode with head dim 192",
     "page-sizes": "Page sizes",

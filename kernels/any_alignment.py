@@ -1,7 +1,5 @@
 """Kernels whose launches are kept: one variant serves tensors at any address."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -1,7 +1,5 @@
 """The compiler that launches go to, where it determines how a kernel is written."""
 
-from __future__ import annotations
-
 import triton
 from triton import knobs
 from triton.language import constexpr

@@ -5,8 +5,6 @@ calls a function of the driver. That costs a third of a launch. The arguments of
 values of the kernel's arguments, so they are found out once: a copy of the launcher passes on places instead of values.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence

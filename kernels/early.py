@@ -6,8 +6,6 @@ starts, all launches but the last one have ended. A merge lets the next launch s
 it has waited.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -8,8 +8,6 @@ An observed launch is passed to the observer as a thunk whose grid, scalars and 
 the observer decides. A recorder for machines without a GPU runs it and keeps it for replay.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager

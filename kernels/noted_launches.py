@@ -4,8 +4,6 @@ Every launch of Triton's is noted, of our kernels and of others. Constants are w
 process can read them.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

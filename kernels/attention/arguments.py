@@ -1,7 +1,5 @@
 """The arguments of attention, as values that launchers and their torch twins take whole."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

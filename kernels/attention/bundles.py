@@ -4,8 +4,6 @@ A launched kernel takes flat parameters and makes these from them (launch.py say
 code: every field is a value of its own there.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 # A field is a scalar, a pointer or a block of Triton's, or None if a kernel was launched without it.

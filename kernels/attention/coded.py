@@ -7,8 +7,6 @@ into the constant that multiplies products anyway, V's into the accumulator. Sca
 those of the products, V's those of the weights. C is a Coding (page_format.py).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -9,8 +9,6 @@ maximum and sum, in base 2). Rows of a window may have a program each instead, w
 are loaded under a mask with other=0.0: memory beyond a length may hold NaN.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ A row of decode reads one KV head, or several next to each other, cut into block
 be narrower. G: a DecodeGeometry
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -1,7 +1,5 @@
 """The values that paged decode is compiled for, and the condition for giving every row a program of its own."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from rocm_attn.kernels.attention.cuts import GroupShape, RowCut

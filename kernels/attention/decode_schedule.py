@@ -31,8 +31,6 @@ that merges within its launch finds who ends last (merge_within.py), all 0. Posi
 words have programs, and positions counted from where they begin.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -12,8 +12,6 @@ blocks before the first key that has bits are read as in any step, and the bits 
 key on, say which keys a row sees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Which programs hold parts of a row follows from the schedule (see extend_schedule.py), in a fixed order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -40,8 +40,6 @@ The schedule is int32, flat, BLOCK_WORDS per block, then SHARE_WORDS per program
 + 1 blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ unturn is the rotary embedding of rope.py by the negative angle, for layers whos
 distances alone. Padded tokens keep attention's zeros, whatever their gate holds. Float32, rounded once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -9,8 +9,6 @@ as two of 64 needs fewer registers. With EXACT every sum of products is an expli
 otherwise the compiler chooses.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

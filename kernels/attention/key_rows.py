@@ -5,8 +5,6 @@ the pool: above 2 GiB too AMD's compiler keeps buffer loads, on gfx950 those str
 to compute for each key.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton import knobs

@@ -1,7 +1,5 @@
 """The limits of the paged decode and extend kernels, as values that a capability table can cite."""
 
-from __future__ import annotations
-
 import torch
 
 MAX_HEAD_DIM = 512  # of q and k rows, and of v rows; dims that are no power of two are padded inside the kernels

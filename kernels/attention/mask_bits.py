@@ -1,7 +1,5 @@
 """The keys of a block that each row of a query block sees (visible_keys.py), as one 32-bit word per row."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -7,8 +7,6 @@ Part i of a row holds, for each q row, an accumulator a_i, a maximum m_i and a s
 Which programs hold parts of a row follows from the schedule (see decode_schedule.py), in a fixed order.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -7,8 +7,6 @@ The sets must share no key, and a sink is in the log-sum-exp of one of them only
 -inf; its output is not read and may be NaN. If both have seen none, out is 0 and lse is -inf.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -17,8 +17,6 @@ next launch, which waits for the end of this one (gdc_wait, if launches are earl
 them once per step.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -10,8 +10,6 @@ the same KV head's other query heads, each of which writes the same and reads wh
 the two: on NVIDIA's GPUs it orders the writes of a program's threads before their reads.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

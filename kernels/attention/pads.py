@@ -3,8 +3,6 @@
 out[t] = 0    lse[t] = -inf        for t >= num_tokens, and for t of row 0 if that is no sequence's
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

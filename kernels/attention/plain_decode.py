@@ -8,8 +8,6 @@ out among programs and merges their parts, keeps eight-bit pages, and adds sinks
 tests/amd/kernels/test_paged_decode.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

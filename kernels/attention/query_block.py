@@ -4,8 +4,6 @@ Rows of a query block are [token, head]: query heads of one KV head next to each
 for all of them.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

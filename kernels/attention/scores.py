@@ -17,8 +17,6 @@ or the first tokens of a prefix-LM. Cells of a packed mask replace spans and win
 hide keys, and window_left is counted from the token's depth in its tree (visible_keys.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -5,8 +5,6 @@ slot of its own, the segment's place on the schedule's axis; segment_merge.py me
 The program that computes a segment varies with the batch; the segment and the order of the merge do not.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -6,8 +6,6 @@ whole segments (extend_schedule.py): programs take the shares by a launch of the
 parts that they keep.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rocm_attn.kernels.attention.arguments import AttendArgs

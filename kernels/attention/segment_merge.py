@@ -3,8 +3,6 @@
 It works element by element, so the way that rows, heads and columns are shared out decides no bit.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

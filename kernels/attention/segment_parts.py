@@ -7,8 +7,6 @@ The schedule determines which program has a segment, as hopper/rows.steps_of and
 compute it: the one in whose share the segment ends.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

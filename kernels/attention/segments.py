@@ -13,8 +13,6 @@ A row's bits depend on nothing else, because:
   - a matrix instruction computes a row from that row and from K, V alone, in one order of keys.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Pieces of the softmax that decode, extend and merge share. Everything is in base 2: exp(x) = 2^(x log2 e)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton import knobs

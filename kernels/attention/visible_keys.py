@@ -13,8 +13,6 @@ Keys before start[i] have no cells, and none of them is hidden. A tree of drafts
 start 0 is a mask of all keys, and with start kv_len there are no cells: ranges then say it all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -15,8 +15,6 @@ Triton's own casts are used for nothing else: on AMD some take 40 instructions p
 cast to bfloat16 takes one of a sixteenth of the rate, E4M3FNUZ is missing, and casts that gfx950 lacks end the process.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton import knobs

@@ -14,8 +14,6 @@ The sum is DeepSeek-V4's compressor (transformers, modeling_deepseek_v4.py: Deep
 and DeepseekV4HCACompressor), without norm and rotation. Its order depends on nothing but the row.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

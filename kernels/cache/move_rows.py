@@ -3,8 +3,6 @@
 See moved_rows.py for the formula. Page sizes may differ on the two sides, because rows do not depend on them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -10,8 +10,6 @@ All layouts are the same six dimensions, the last two of which are adjacent: tok
 elements of a row in vectors. Linear pages have groups of one token and rows of one vector.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@
 It uses operations of torch, on any device: few models pool their tokens, and a step does this once for all layers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ Sums and products are float32; a result is rounded once, to the dtype of the inp
 that writes it, and both elements of a pair by one lane: q_out may be q.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -13,8 +13,6 @@ bit of the step's error word: attention multiplies the V of keys that a token do
 and 0 * inf is NaN.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

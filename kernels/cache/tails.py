@@ -8,8 +8,6 @@ Only sequences with new tokens are handled: they have just written to that page,
 that was used before holds another request's keys and values, which may be NaN, and 0 * NaN is NaN.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

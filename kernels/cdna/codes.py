@@ -1,7 +1,5 @@
 """Words of memory as elements, and numbers as sums of eight-bit codes that FP8 products take."""
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function

@@ -10,8 +10,6 @@ Pages are loaded whole if a key of them is seen: elements that no row sees may b
 values of zero.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton.language as tl

@@ -9,8 +9,6 @@ others follow under masks, block by block. Elements that no row sees may be NaN.
 they are stored into LDS. The features of an arch and of heads are values (cdna_tiles.ExtendUnits, ExtendHeads).
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from triton.experimental import gluon

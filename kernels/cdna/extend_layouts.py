@@ -1,7 +1,5 @@
 """Layouts of extend on CDNA: operands of products, rows in memory, and blocks of keys and values in LDS."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl

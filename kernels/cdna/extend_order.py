@@ -5,8 +5,6 @@ A product of 32 rows and columns keeps the matrix unit for 32 clocks, and the ve
 to each as have room. A step that takes longer ends with a later product: it waits for another lane.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import NamedTuple
 

@@ -13,8 +13,6 @@ The maximum follows only if a row's scores pass it by more than 2^LAG: the sums 
 would be, and the accumulator is rescaled by few waves, few times. Those that need it branch.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -14,8 +14,6 @@ Codes of K and V are operands as they are. A code has four bits of a number, so 
 (parts_of), each of which is multiplied: two for the eight bits of bfloat16, three for the eleven of float16.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

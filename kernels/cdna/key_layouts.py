@@ -1,7 +1,5 @@
 """Layouts of decode on CDNA: keys, values and queries as they are loaded, and results of products."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl

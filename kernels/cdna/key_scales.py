@@ -5,8 +5,6 @@ of the same keys. So each of them loads other scales, and a row has all that it 
 the lane of the row that has it (DPP), which is a part of the instruction.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton.language as tl

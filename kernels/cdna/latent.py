@@ -11,8 +11,6 @@ go to dies in turn, and their numbers differ by the number of compute units over
 dies of MI300X and MI355X.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from triton.experimental import gluon

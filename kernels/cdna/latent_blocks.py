@@ -9,8 +9,6 @@ first, so that a cache has it. A wave has a chunk of each block, and a softmax s
 of a program meet at the end of a row (latent.py). K and V are loaded as pairs of elements, like in key_blocks.py.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

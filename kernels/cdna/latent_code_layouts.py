@@ -1,7 +1,5 @@
 """Layouts of latent decode over codes on CDNA: words in memory, operands, scores, and LDS."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl

@@ -13,8 +13,6 @@ where a lane turns eight neighbouring codes of each of eight keys. On CDNA 4 a w
 registers, and LDS gives a lane the codes of a column.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton.language as tl

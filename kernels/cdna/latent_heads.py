@@ -12,8 +12,6 @@ those of two groups of columns, each times its scale. A wave's columns of V are 
 multiplied by that group's scales. Scales are loaded three blocks ahead, and pass LDS.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Layouts of latent decode on CDNA in waves that share rows: words in memory, operands, scores, and LDS."""
 
-from __future__ import annotations
-
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 

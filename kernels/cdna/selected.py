@@ -10,8 +10,6 @@ than a program holds, programs take a block of them each. They run next to each 
 dies in turn: its L2 cache has the rows of the first one for the others.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from triton.experimental import gluon

@@ -4,8 +4,6 @@ A CPU may look at values. So new rows are written by one copy where all are fini
 kernels/refs do the rest. A recorder notes a call as one launch.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ is chosen, and then that of the others. The first expert has the larger key amon
 rank, so that a token of NaN has experts too; its shares are NaN.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@
 A program has a block of a token's row. Sums are in float32, in the order of i.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

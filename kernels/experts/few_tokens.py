@@ -8,8 +8,6 @@ Few tokens have hardly an expert in common. Here a program takes whole rows of m
 while it multiplies. Sums are float32.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@ instruction computes it from itself. All rows may have one matrix: that is a lay
 to be looked up.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

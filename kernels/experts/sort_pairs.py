@@ -4,8 +4,6 @@ A program has an expert. It counts the pairs of all experts before it, which is 
 its own in their order. It reads all pairs for that; a sort would read and write them several times.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

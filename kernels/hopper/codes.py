@@ -7,8 +7,6 @@ token's scale of K multiplies its column of the scores, and its scale of V its c
 scales, so there it multiplies the row of V, which is then rounded.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -10,8 +10,6 @@ of one KV head come before those of the next one. If these blocks belong to one 
 read the same keys, from the L2.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

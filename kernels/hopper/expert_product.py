@@ -20,8 +20,6 @@ Sums are in the order of experts/product.py and of model/few_rows.py: the bits a
 same matrix instructions, and where the second one has one part.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -17,8 +17,6 @@ with zeros. In a box that lies across the edge V is zeroed in shared memory. If 
 instead of those that no row sees.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ barrier and their products (rings.wait_for_keys).
 Keys that no row sees are not read: their places in shared memory are zeroed, and so are columns beyond a head.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy

@@ -4,8 +4,6 @@ A warp has 128 codes of a record, which share a scale, in eight lanes. Loads of 
 are under way while the half before is decoded.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy

@@ -1,7 +1,5 @@
 """The loop over keys of extend for Hopper: steps added to a running softmax; key_loop.py has the formula."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -10,8 +10,6 @@ attention/decode.py.
 Latents that no row sees may be NaN: zeros are written instead of them.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared

@@ -8,8 +8,6 @@ which is K for one of them and V for two; its weights; and the factors that scal
 Each group walks the program's pieces of rows by itself (latent_rows.py, selected_rows.py).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

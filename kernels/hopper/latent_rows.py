@@ -3,8 +3,6 @@
 Each warp group walks the program's rows by itself (hopper/latent.py).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

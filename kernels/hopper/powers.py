@@ -11,8 +11,6 @@ result is the largest float32, which is infinite in bfloat16: the output is not 
 The way ptxas mixes both kinds, and the tanh before them, depends on their order in the source.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function

@@ -1,7 +1,5 @@
 """Reads a consumer's rows of a query block, and writes their results, for extend on Hopper."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

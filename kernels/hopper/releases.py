@@ -1,6 +1,4 @@
 """The releases of Triton that the kernels in this folder are for. Importing this imports no Triton."""
 
-from __future__ import annotations
-
 # Releases of Gluon, in which the kernels are written, change. These have passed their tests.
 TRITONS = ("3.6.0",)

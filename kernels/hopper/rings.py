@@ -3,8 +3,6 @@
 If pages hold no such boxes, four warps fill them, key by key (gather.py).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -1,7 +1,5 @@
 """The rows of a program of extend for Hopper, by the words of extend_schedule.py, and the keys that they see."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -5,8 +5,6 @@ A product takes one instruction per accumulator, and the loop has about seven fo
 holds.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function

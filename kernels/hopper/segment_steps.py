@@ -7,8 +7,6 @@ run under the products of the first one with V.
 Every sum of products is an explicit fma (kernels/attention/segments.py).
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

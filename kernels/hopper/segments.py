@@ -5,8 +5,6 @@ both accumulators. Everything left of a segment is kept in shared memory, or in 
 program reads its own writes, from L2.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -9,8 +9,6 @@ Latents that a token does not see may be NaN: zeros are written instead of them.
 on the way to shared memory (gather_records.py).
 """
 
-from __future__ import annotations
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -3,8 +3,6 @@
 Each warp group walks the program's parts by itself (hopper/latent_groups.py).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -17,8 +17,6 @@ but in float16: no entry is above 2 as long as no strength is, since decays, key
 no state. Chunks with other strengths are left, too.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ of a chunk need the state after the chunk before, so they wait for each other, a
 transposed, so that it and the changes that tokens make are operands as they lie in registers.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -4,8 +4,6 @@ Triton lets a warp group that is done wait for more work, in a loop. At its head
 registers, and waits after each matrix product (C7512). A kernel whose warp groups have one task each ends them.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -4,8 +4,6 @@ A latent pool has one KV head, so all query heads of a token share a row of deco
 import Triton, so that a provider can choose and describe a kernel where there is none.
 """
 
-from __future__ import annotations
-
 from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, DecodeCut, ExtendCut, NewTokenRange, RowCut
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles

@@ -7,8 +7,6 @@ neighbouring programs take a block of the heads each and walk the same keys side
 cache the latents that the first one reads. Rows that several programs share are merged as in attention/decode.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

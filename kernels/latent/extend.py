@@ -8,8 +8,6 @@ the keys that have bits in a packed mask. With a window every key block is maske
 and merges them from left to right (segments.py).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

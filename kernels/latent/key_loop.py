@@ -9,8 +9,6 @@ shorter chains of matrix instructions: its halves, or if codes are read in pairs
 of warpgroups want them as one part (WIDE).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

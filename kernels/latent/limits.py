@@ -1,7 +1,5 @@
 """The limits of the kernels over latent pages, as values that a capability table can cite."""
 
-from __future__ import annotations
-
 import torch
 
 from rocm_attn.kernels.attention.arguments import AttendArgs

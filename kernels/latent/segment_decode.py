@@ -5,8 +5,6 @@ each segment's partial result goes to a slot of its own, and segment_merge.py me
 Blocks of query heads run side by side as in decode.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Deterministic extend over latent pages, with the bits of deterministic decode for each token."""
 
-from __future__ import annotations
-
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.scores import Scores

@@ -5,8 +5,6 @@ gives a partial result, and partial results are merged from left to right, every
 and extend have the same tiles, so that a row's products are the same matrix instructions in both.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

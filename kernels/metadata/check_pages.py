@@ -16,8 +16,6 @@ has found a wrong page, others of the sequence may meet the pad instead, and lea
 twice. It runs after publish_engine and gather_table, before fill, and may be captured with them.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

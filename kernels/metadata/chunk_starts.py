@@ -7,8 +7,6 @@
 It is part of the layer's schedule, like visible_ranges.py. Chunks are whole pages.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -18,8 +18,6 @@ only the device knew, and that were missing, count as stored.
 Each program sums q_len itself, from the words of the caller and the host: none reads what another writes.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

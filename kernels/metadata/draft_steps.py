@@ -9,8 +9,6 @@ K: branches; the number of a draft is draft step * K + branch. Each step's rows,
 The first step is read and not written, so the launch may run twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import triton

@@ -1,7 +1,5 @@
 """Reports the previous step in the ring slot of every publication. The words: slot_layout.py."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

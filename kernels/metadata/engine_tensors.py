@@ -1,7 +1,5 @@
 """The arguments and outputs of the launches that read an engine's tensors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -5,8 +5,6 @@ puts in the word's place when it goes back to the host. Kernels, their torch twi
 share these names.
 """
 
-from __future__ import annotations
-
 ERROR_WORD = 3  # its place in counts
 
 TOKEN_WITHOUT_PAGE = 1  # a live token's slot lies in page 0: its K and V were dropped

@@ -31,8 +31,6 @@ pages in the list, or of its row of the block table. The shares follow from the 
 Each program sums the lengths itself, so none reads what another writes and the launch may run twice.
 """
 
-from __future__ import annotations
-
 import inspect
 from operator import attrgetter
 

@@ -4,8 +4,6 @@ A share is one of `Share.of` programs that work on the same sequence. Each sums 
 time. Constants of a compilation stay out of the tuples: Triton 3.9 passes their members as values.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

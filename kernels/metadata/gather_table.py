@@ -15,8 +15,6 @@ unchanged: fill passes none of them on, and kernels read no page after kv_len.
 A program has a share of one sequence's pages; the shares follow from the padded sizes, never from the lengths.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

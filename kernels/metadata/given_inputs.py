@@ -1,7 +1,5 @@
 """Lengths and token ids that a caller gives on the device. Without Triton, since twins and callers import them too."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

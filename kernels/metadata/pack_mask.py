@@ -10,8 +10,6 @@ their keys are hidden, and so are those positions; TOO_FEW_GIVEN in the step's e
 after fill, which computes how many cells the step has, and may be captured with it.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -11,8 +11,6 @@ A kernel does it, not a copy, for the reason in publish.py. It runs after publis
 number of tokens of the step.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -9,8 +9,6 @@ Tokens at or past num_tokens receive 0. A kernel does it, not a copy, for the re
 publish and device_inputs, which write the lengths.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

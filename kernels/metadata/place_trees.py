@@ -18,8 +18,6 @@ may share one: each writes its own bits, by an atomic and and an atomic or.
 The launch runs after publish and device_inputs, which write the lengths; it may be captured, and run twice.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

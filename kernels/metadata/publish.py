@@ -7,8 +7,6 @@ The error word and the step number of the step before go back through the same s
 is handed out again: no launch, no copy and no wait is needed for that.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -24,8 +24,6 @@ One program does it all: it alone knows the sums, and engines have some thousand
 slot and the echo of the step before: slot_layout.py, publish.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

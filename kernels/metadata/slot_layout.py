@@ -9,8 +9,6 @@ The kernel that reads a slot writes the echo of the step before, words 5 and 6, 
 error word, or one of the two words below; 0 means no error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from struct import Struct

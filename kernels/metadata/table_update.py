@@ -1,7 +1,5 @@
 """Writes changed cells of a request table. Set semantics: applying an update twice is harmless."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -6,8 +6,6 @@ were published by a launch, or are those of the run before. The launch writes th
 its echo shows the host, which waits for no event, that the whole slot was read.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

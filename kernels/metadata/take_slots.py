@@ -10,8 +10,6 @@ and sets SLOT_NOT_IN_TABLE in the step's error word. Tokens past the step's last
 given slots, which sets TOO_FEW_GIVEN.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

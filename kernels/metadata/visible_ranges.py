@@ -5,8 +5,6 @@ derives. In a step with cells the end is the sequence's, and the window is the o
 sequence whose cells begin at its end has none. Tokens at or past num_tokens see nothing: their range is [0, 0).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -14,8 +14,6 @@ A page is reported once. A page that another row has written in this very step i
 step. page_watch.py describes the kept state; new tokens that are dropped write no page.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

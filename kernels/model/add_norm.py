@@ -6,8 +6,6 @@
 A program has a row. Sums are float32, and normed is made of summed as it is stored.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

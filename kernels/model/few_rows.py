@@ -6,8 +6,6 @@ each combines what it has multiplied. Matrices with few outputs are cut into par
 read them: then the result is one product for each part, whose sum is left to who reads them.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

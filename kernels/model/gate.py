@@ -5,8 +5,6 @@ GELU:    gelu(gate) * up, with the tanh approximation: gelu(g) = g * sigmoid(2 *
 CLAMPED: g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit) and u = up within +-limit (gpt-oss)
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 With a gate, see gate.py, an output has two rows, which make the tile's two sides: the gate's lines come first.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

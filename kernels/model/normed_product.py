@@ -7,8 +7,6 @@ The first rows are loaded while the launch before still runs, if this one may st
 weights.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ A BLAS pads the row to a tile, and reads the matrix at 57 to 87 % of a GPU's ban
 launch before still runs, if it may (early.py): no launch writes weights. A row's bits depend on nothing else.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Torch twins of the launches of kernels/metadata that read an engine's tensors: same signatures, same results."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

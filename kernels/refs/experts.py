@@ -3,8 +3,6 @@
 It reads how many rows an expert has, so it is for CPUs; there a recorder notes it as one launch, which reads anew.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Torch twin of kernels/attention/merge_states.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Torch twins of kernels/metadata: same signatures, same results, fixed shapes, no host synchronisation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

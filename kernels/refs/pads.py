@@ -1,7 +1,5 @@
 """Torch twin of kernels/attention/pads: same signature, same result, fixed shapes, no host synchronisation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Torch twin of kernels/metadata/watch_pages.py: same signature, same results."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Torch twins of kernels/cache/rope_store.py and kernels/attention/finish.py: same signatures, same results."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

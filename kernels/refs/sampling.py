@@ -1,7 +1,5 @@
 """Torch twin of kernels/sampling: the same tokens except for rounding; sums are in float64 here."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

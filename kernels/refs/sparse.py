@@ -5,8 +5,6 @@ their torch operations can be replayed with other values in the same tensors. Th
 to the selection's width. Memory besides the arguments is bounded, except for the data that select one token's units.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

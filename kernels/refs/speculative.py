@@ -1,7 +1,5 @@
 """Torch twins of kernels/speculative: same signatures, same results, fixed shapes, no host synchronisation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Torch twin of kernels/states/places.py: same signature, same results, fixed shapes, no host synchronisation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 They take one token of every sequence at a time, and as many as the padded shape allows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

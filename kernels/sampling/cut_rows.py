@@ -6,8 +6,6 @@
 best is the row's largest logit; depth is temperature * log(min_p). A program has a row, as in pick_rows.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

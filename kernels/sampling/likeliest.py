@@ -5,8 +5,6 @@
 in float32. A program has a row, as in pick_rows.py; nothing is sorted.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

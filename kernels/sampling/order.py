@@ -1,7 +1,5 @@
 """Logits in blocks, and integers of the same order: shared by kernels that find the likeliest tokens."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

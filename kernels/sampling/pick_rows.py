@@ -13,8 +13,6 @@ nothing but the row. The least likely logit that is kept is found bit by bit, fr
 above a candidate. So nothing is sorted, and nothing is stored but the results.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -9,8 +9,6 @@
 in float32, one program for each such row and block of tokens. A row without counts or without a mask skips those steps.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -12,8 +12,6 @@ Deterministic attention has segments as parts (attention/segments.py): if a sele
 order, it gives the bits of deterministic decode and extend.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ A unit without a score is never chosen (top_k.py). Blocks are in ascending order
 that has all its blocks is left as it is.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

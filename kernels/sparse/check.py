@@ -4,8 +4,6 @@ Attention does not need it. An entry outside of a sequence's KV gives no key, an
 twice. Both are mistakes of the selection's author, and a debug run reports them.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -3,8 +3,6 @@
 This module does not import Triton, so that a provider can choose and describe a kernel where there is none.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from rocm_attn.kernels.sparse.arguments import Indexing

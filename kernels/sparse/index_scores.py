@@ -9,8 +9,6 @@ mostly within a thread's own registers. Keys are loaded once for all tokens of a
 sequences meet in a block, it is walked once for each of them.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

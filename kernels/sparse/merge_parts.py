@@ -3,8 +3,6 @@
 It works element by element, so the way that rows and columns are shared out decides no bit.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The keys that a token sees, as kernels of sparse attention derive them."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Rows of attention over a selection: the values that kernels are compiled for, the rows' heads, and their output."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

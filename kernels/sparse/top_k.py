@@ -16,8 +16,6 @@ line, which then takes longer and gives the same answer. A program never reads o
 the line holds.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

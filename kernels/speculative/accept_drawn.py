@@ -8,8 +8,6 @@ one token each would have given it, if the draw at a place follows from its prob
 may come from anywhere.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

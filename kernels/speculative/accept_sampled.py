@@ -15,8 +15,6 @@ q_j, so nothing of it is left. So nothing is written between passes, and an acce
 Drafts that were chosen and not drawn, the most likely ones or those of a look-up, are for accept_drawn.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

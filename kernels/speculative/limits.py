@@ -1,6 +1,4 @@
 """The limits of the kernels that accept drafts. Nothing here imports torch."""
 
-from __future__ import annotations
-
 # Nodes of a tree: a program holds all of one.
 MOST_NODES = 4096

@@ -8,8 +8,6 @@ before one is stored. The moved words are not interpreted: words of K, of V, of 
 (cache/moved_rows.py). Each word of a row has one program. A place without a page is neither read nor written.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

@@ -16,8 +16,6 @@ beyond its limit is cut, so it stays within the pages that the host has reserved
 word. That word is reported with the rest, and not cleared: the next publication reports it once more.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The arguments of moving the K and V of accepted paths."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

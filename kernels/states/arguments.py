@@ -14,8 +14,6 @@ All q tokens have an output in both cases. The target's memory is undefined befo
 that a step does not count in `pending` is undefined too, and neither is read.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -21,8 +21,6 @@ pair, b its last token, and i in the second. Matrix units sum the decays of each
 T is computed in float32 from pair to pair of blocks: powers of A would lose all digits where keys repeat.
 """
 
-from __future__ import annotations
-
 import math
 
 import triton

@@ -6,8 +6,6 @@ channel and, if all channels decay as one, the factors of q and k in read and wr
 of its place (token_tiles.py).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ If a head decays as one, read and write are q and k with a factor for each row, 
 The state before the first chunk is that of the source slot, with its pending tokens folded in one by one.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

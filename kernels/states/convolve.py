@@ -8,8 +8,6 @@ of slots. Inputs are rows: new tokens have rows from 0 on, and the source slot h
 reads each row once.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

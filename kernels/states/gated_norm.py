@@ -7,8 +7,6 @@
 A program has some groups. Sums are in float32, and nothing is rounded before out.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

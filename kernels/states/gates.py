@@ -6,8 +6,6 @@
 softplus(x) = log(1 + exp(x)), as torch has it: x beyond 20.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -18,8 +18,6 @@ the header (tag, s, s, e) if at most `kept` tokens are new, which are then kept,
 begins (s = 0) reads none, and takes both slots.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

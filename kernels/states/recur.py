@@ -4,8 +4,6 @@ Both share a step: sequences with few new tokens are taken token by token, and t
 shape determines whether there can be any of the latter, so that a graph always has the same launches.
 """
 
-from __future__ import annotations
-
 from rocm_attn.kernels.backend import on_hopper
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.states.arguments import RecurArgs

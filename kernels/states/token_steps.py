@@ -10,8 +10,6 @@ its tokens were cut into steps, as long as states are in float32: one in bfloat1
 The rows of the next token are loaded while one is folded in: with few programs a processor has nothing else to do.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

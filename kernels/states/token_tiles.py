@@ -9,8 +9,6 @@ and its others follow. That leaves room for all of them: the next sequence begin
 A sequence without new tokens has one tile, which is empty.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

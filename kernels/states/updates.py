@@ -4,8 +4,6 @@ Kernels ask here for all that depends on how tokens change a state. chunk_rows.p
 StepGeometry or a ChunkGeometry; Triton 3.6 passes no tuple within it to a function.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

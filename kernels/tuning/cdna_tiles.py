@@ -4,8 +4,6 @@ No AMD GPU has run them: they were chosen from the compiler's reports (no spills
 the hot loop, like all AMD rows (tiles.py); docs/amd_tuning.md has figures next to those of paged decode.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Tiles of paged decode: which row of decode.json serves a problem. See tiles.py for where its numbers come from."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ Rows of "one_order" have one matrix instruction, so that all of an arch's give t
 75 and 80 %.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

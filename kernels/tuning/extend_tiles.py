@@ -1,7 +1,5 @@
 """Tiles of paged extend: which row of extend.json serves a problem. See tiles.py for where its numbers come from."""
 
-from __future__ import annotations
-
 import torch
 
 from rocm_attn.kernels.tuning.tile_choices import TableFile, choices_of

@@ -1,7 +1,5 @@
 """Tiles of the extend kernel for Hopper (kernels/hopper), by head dim. hopper.json has the rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

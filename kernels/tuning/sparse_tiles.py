@@ -1,7 +1,5 @@
 """Tiles of sparse attention: of the indexer and of attention over a selection. sparse.json has the rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

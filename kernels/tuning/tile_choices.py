@@ -3,8 +3,6 @@
 A field that a row leaves out has its class's default. "why" says why a row is as it is; nothing reads it.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import json

@@ -1,7 +1,5 @@
 """Decode in layers with chunks: a provider's decode, over each sequence's keys from the start of its last chunk on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 A kernel gets tensors and numbers; it sees no pool object, no batch and no graph.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

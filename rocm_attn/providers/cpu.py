@@ -1,7 +1,5 @@
 """The cpu provider: fast kernels for CPUs. Those of the torch provider are written to be read instead."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

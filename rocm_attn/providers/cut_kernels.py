@@ -1,7 +1,5 @@
 """Base classes of the triton provider's kernels: their tiles for a problem, and how a step's keys are split."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar

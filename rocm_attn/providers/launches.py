@@ -3,8 +3,6 @@
 The modules of rocm_attn.kernels describe what each reads and writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Mixed steps by two kernels: decode for the sequences with few new tokens, extend for the others."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The schedules of this project's kernels: how work is divided over programs, computed on the device in each step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Converts a problem's scale, soft cap and window, and a step's mask, to arguments of this project's kernels."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rocm_attn.kernels.attention.scores import Scores

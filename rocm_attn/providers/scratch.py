@@ -1,7 +1,5 @@
 """Scratch: cuts typed tensors out of the float32 workspace that a kernel is given."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod

@@ -1,7 +1,5 @@
 """Chooses a layer's kernels: a pure function of problem, target, pool, requested provider, and disabled kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar

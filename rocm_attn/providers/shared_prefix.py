@@ -5,8 +5,6 @@ suffix   decode of each sequence over its own keys, with the sink: every sequenc
 merge    of both, by their log-sum-exps
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

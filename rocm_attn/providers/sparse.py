@@ -4,8 +4,6 @@ A layer with an indexer keeps its dense kernels, for attend(), and gets two more
 selects, the other attends to the selection. A layer that reuses an earlier layer's selection gets only the second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol

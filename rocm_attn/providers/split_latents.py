@@ -1,7 +1,5 @@
 """The base of kernels over latent pages that split a sequence's keys over programs, on any arch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rocm_attn.batch.padding import PaddedShape

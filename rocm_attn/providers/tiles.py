@@ -1,7 +1,5 @@
 """The tile sizes of a problem's kernels: those that the user has measured on this GPU, else those of the tables."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import TypedDict

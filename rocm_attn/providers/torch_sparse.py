@@ -1,7 +1,5 @@
 """The torch provider's sparse kernels: the torch twins, for CPUs and tests. Work is proportional to the longest KV."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

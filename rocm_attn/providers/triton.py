@@ -1,7 +1,5 @@
 """The triton provider: binds this project's Triton kernels to problems. They read the block table without a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Decode and extend for CDNA of the triton provider: their limits, and the bound kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Shared code of the triton provider's entries, for kernels over any kind of pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial

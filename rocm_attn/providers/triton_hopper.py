@@ -1,7 +1,5 @@
 """Extend for Hopper of the triton provider: its limits, and the bound kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -4,8 +4,6 @@ Sequences with few new tokens, as in speculative decoding, have their keys split
 ones have a program for each query block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from rocm_attn.batch.step_kinds import StepKind

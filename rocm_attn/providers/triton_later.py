@@ -1,7 +1,5 @@
 """The launches of Triton's kernels, imported when the first one is used: choosing a kernel needs no Triton."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

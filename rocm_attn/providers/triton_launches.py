@@ -1,7 +1,5 @@
 """Every launch of the project's own Triton kernels. Importing this imports Triton: see triton_later.py."""
 
-from __future__ import annotations
-
 from rocm_attn.kernels.attention.decode import launch_paged_decode, launch_storing_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend import launch_paged_extend

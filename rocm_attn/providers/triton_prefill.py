@@ -4,8 +4,6 @@ Splitting a row over programs costs a merge and a larger launch, which pays off 
 have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The triton provider's deterministic kernels: KV is split at fixed kv_index; see kernels/attention/segments.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from rocm_attn.batch.padding import PaddedShape

@@ -4,8 +4,6 @@ Captured steps use a sealed part, whose addresses never change; other steps use 
 the memory of one part of a step; the children of a split step are sub-ranges of the same buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -6,8 +6,6 @@ effect. Otherwise the result is unclear. The interval does not cover differences
 run, such as the place of pages in memory. The smallest effect has to cover those.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections import Counter

@@ -5,8 +5,6 @@ above the encoding's largest value saturate; NaN stays in its own row. A scale f
 launches in each layer, and an outlier in one request would cost the others precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ exceed them. Within a kind of step the first row that serves is taken. A functio
 ones has a row for each, because a release may lack one of the two.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

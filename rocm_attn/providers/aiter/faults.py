@@ -5,8 +5,6 @@ be right. If no such release is known, it has no end here. A build between two r
 later one, unless its files hold the mark of the fix (machine/aiter_marks.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

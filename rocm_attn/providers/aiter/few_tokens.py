@@ -5,8 +5,6 @@ sequence gets FEW_TOKENS rows, and its tokens the last of these. A row's place i
 length, as the function assumes. The rows before them are computed and dropped: they see fewer keys, or none.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Every function is called by keyword, because parameters have changed position be
 at each call; that costs about a microsecond, and a replayed graph does not do it.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ get_mla_metadata_v1 makes the schedule from the step's lengths, on the device, o
 the schedule's own buffers into it, so a schedule that has moved must be made again; here both are one buffer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

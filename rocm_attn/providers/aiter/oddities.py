@@ -1,7 +1,5 @@
 """Oddities of AITER's kernels, by their sources, and why they serve all the same; docs/kernels.md lists them."""
 
-from __future__ import annotations
-
 CAP_OVERFLOWS = (
     "A logit of more than 88 times the soft cap overflows to NaN, which is visible. With the caps of models, 30 "
     "and 50, it would take logits of 2,640."

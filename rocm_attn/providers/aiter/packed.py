@@ -3,8 +3,6 @@
 A key has 192 elements and a value 128 in DeepSeek-V3. Chunks of a prefix are merged by its log-sum-exps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

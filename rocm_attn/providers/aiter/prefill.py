@@ -1,7 +1,5 @@
 """aiter.mha_batch_prefill_func for extend steps over the pool, aiter.flash_attn_varlen_func if nothing is cached."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

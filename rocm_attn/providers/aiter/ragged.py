@@ -1,7 +1,5 @@
 """aiter.paged_attention_ragged: decode through a CSR page list, split at every 256 keys of a sequence."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

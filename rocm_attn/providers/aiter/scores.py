@@ -4,8 +4,6 @@ Every function takes sinks and ALiBi slopes as float32 [q_heads], a soft cap as 
 scale, cap, bias and sink in the order of rocm_attn.oracle.reference.
 """
 
-from __future__ import annotations
-
 import torch
 
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem

@@ -5,8 +5,6 @@ multiplied by strides of 64 bits. A program computes 16 heads of one token over 
 at a time, so that few tokens do not fill a device; AITER's source calls it not optimised, and `auto` prefers Triton's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

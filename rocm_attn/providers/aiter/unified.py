@@ -7,8 +7,6 @@ later tile. A sink of FAR_BELOW starts the maximum there, and adds exp(-1e30) = 
 after the query. Steps of more than one new token are not split.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """launch() tells apart all arguments that Triton compiles a kernel apart for, at any alignment."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The project's own source files for the house tests: paths, module names, imports."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

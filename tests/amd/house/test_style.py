@@ -1,7 +1,5 @@
 """Properties of every file: docstrings, and annotations that Triton reads."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

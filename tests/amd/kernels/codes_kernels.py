@@ -1,7 +1,5 @@
 """Kernels that only use codes.py, for suites that compare every code with torch's casts."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """The decode schedule: its parts cover every row once, the merge finds them, and the device writes the same words."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter, defaultdict

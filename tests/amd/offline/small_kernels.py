@@ -1,7 +1,5 @@
 """Small kernels of known cost, to test the machinery of the compile gate itself."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ that came out of the prefix cache and holds other tokens, or those of another te
 that are folded into them, in the slots that the table's copies and the steps of rows write.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from array import array

@@ -1,7 +1,5 @@
 """The engine over the real runtime: its output depends on the request and on nothing else."""
 
-from __future__ import annotations
-
 import pickle
 from array import array
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Prompt lookup drafts the tokens that followed an earlier occurrence of the last tokens."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from typing import Any

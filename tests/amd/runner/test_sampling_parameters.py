@@ -1,7 +1,5 @@
 """Draws and the other sampling options of requests: right by float64, and independent of how the engine serves."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Sequence

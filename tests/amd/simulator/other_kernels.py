@@ -8,8 +8,6 @@ functions are compiled without the decorators that choose tiles or names, and ev
 document has a table between two marks.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

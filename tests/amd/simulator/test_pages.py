@@ -1,7 +1,5 @@
 """The pages that are made from the simulator say what it does; a line of a Triton version changes nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """simulate(), `rocm-attn simulate` and the fixture of pytest, on a kernel that anyone may have written."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The action for GitHub: its file is what GitHub reads, and its steps compare two commits of a repository."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

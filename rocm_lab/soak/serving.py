@@ -52,16 +52,16 @@ def empty(scene: Scene) -> None:
 
 def trees(scene: Scene) -> None:
     """Trees of drafts, each with a mask; mostly the tokens of a path are kept, and moved where they follow others."""
-    drawn = [tree_over(scene, row) for row in _rows(scene) if scene.length(row)]
+    drawn = [tree_over(scene, row) for row in _rows(scene) if scene.history.length(row)]
     fit = {seq.row for seq in _with_room(scene, [seq for seq, _, _ in drawn])}
     drawn = [tree for tree in drawn if tree[0].row in fit]
     if not drawn:
         return
     verify_trees(scene, drawn, _runner(scene))
     if scene.verified is not None and scene.rng.random() < 0.8:
-        unsure = set(scene.unsure)
+        unsure = set(scene.history.unsure)
         move_paths(scene, scene.verified, [], "")
-        scene.unsure = unsure  # an accepted path must go on
+        scene.history.unsure = unsure  # an accepted path must go on
 
 
 def rounds(scene: Scene) -> None:
@@ -84,7 +84,7 @@ def serve(scene: Scene, what: str, lengths: Iterable[int]) -> None:
     """Runs a step that must be taken, of rows that go on. lengths: the new tokens of the first, the second and so on"""
     rng, longest = scene.rng, scene.options.max_kv_len
     seqs = [
-        Seq(row, scene.length(row), scene.ids(min(new, longest - scene.length(row))))
+        Seq(row, scene.history.length(row), scene.ids(min(new, longest - scene.history.length(row))))
         for row, new in zip(_rows(scene), lengths, strict=False)
     ]
     seqs = _with_room(scene, seqs)
@@ -103,9 +103,9 @@ def _rows(scene: Scene) -> list[int]:
     """Rows that go on, in any order: as many as a step takes, or fewer. Others end: some may be refused."""
     rng, longest = scene.rng, scene.options.max_kv_len - _END_BEFORE
     for row in scene.rows:
-        if scene.length(row) > longest or (not scene.surely_goes_on(row) and rng.random() < 0.3):
+        if scene.history.length(row) > longest or (not scene.history.surely_goes_on(row) and rng.random() < 0.3):
             scene.end(row)
-    rows = [row for row in scene.rows if scene.surely_goes_on(row)]
+    rows = [row for row in scene.rows if scene.history.surely_goes_on(row)]
     rng.shuffle(rows)
     most = min(len(rows), scene.options.max_num_seqs)
     return rows[: most if rng.random() < 0.5 else rng.randint(min(1, most), most)]

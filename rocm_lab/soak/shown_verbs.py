@@ -15,8 +15,8 @@ from rocm_lab.soak.step_verbs import a_run, judged_step, reserve_for
 
 def going_on(scene: Scene, most: int = 3, fewest: int = 1) -> list[Seq]:
     """New tokens of some rows that surely go on, with room for them."""
-    rows = [row for row in scene.some(3) if scene.surely_goes_on(row)]
-    seqs = [Seq(row, scene.length(row), scene.ids(scene.rng.randint(fewest, most))) for row in rows]
+    rows = [row for row in scene.some(3) if scene.history.surely_goes_on(row)]
+    seqs = [Seq(row, scene.history.length(row), scene.ids(scene.rng.randint(fewest, most))) for row in rows]
     reserve_for(scene, seqs)
     return [seq for seq in seqs if scene.room(seq.row) >= seq.end]
 
@@ -59,10 +59,10 @@ def step_with_spans(scene: Scene) -> None:
 def step_sharing_prefixes(scene: Scene) -> None:
     """A decode step that says which neighbours hold the same pages; seldom of neighbours that do not."""
     table, page_size = scene.runtime.table, scene.page_size
-    rows = [row for row in scene.rows if row not in scene.unsure and not scene.only_device_knows(row)]
-    rows = [row for row in rows if 0 < scene.length(row) < scene.options.max_kv_len]
+    rows = [row for row in scene.rows if row not in scene.history.unsure and not scene.history.only_device_knows(row)]
+    rows = [row for row in rows if 0 < scene.history.length(row) < scene.options.max_kv_len]
     rows = sorted(rows, key=lambda row: table.pages_of(row).tolist())[: scene.options.max_num_seqs]
-    seqs = [Seq(row, scene.length(row), scene.ids(1)) for row in rows]
+    seqs = [Seq(row, scene.history.length(row), scene.ids(1)) for row in rows]
     reserve_for(scene, seqs)
     if not seqs or any(scene.room(seq.row) < seq.end for seq in seqs):
         return
@@ -97,11 +97,11 @@ def verify_drafts(scene: Scene) -> None:
     is_cut = rng.random() < 0.7
     later = [Seq(seq.row, rng.randint(seq.begin, seq.end), scene.ids(rng.choice((1, 1, 2, 5)))) for seq in seqs]
     for seq in later:
-        if is_cut and seq.begin < scene.length(seq.row):
+        if is_cut and seq.begin < scene.history.length(seq.row):
             cut = partial(scene.runtime.table.truncate, seq.row, seq.begin)
             scene.call(f"row {seq.row} goes back to {seq.begin}", cut, right=True)
-            scene.changed(seq.row)
-            scene.cut(seq.row, seq.begin)
+            scene.history.changed(seq.row)
+            scene.history.cut(seq.row, seq.begin)
     reserve_for(scene, later)
     if any(scene.room(seq.row) < seq.end for seq in later):
         return

@@ -16,9 +16,11 @@ from rocm_attn.errors import RocmAttnError
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.step.step import Step
 from rocm_lab.soak.calls import LAST_CALLS, REFUSED
+from rocm_lab.soak.comparisons import compare_draft
+from rocm_lab.soak.draft_forward import draft_id, draft_parent
 from rocm_lab.soak.judge import Played
 from rocm_lab.soak.model import looked_up
-from rocm_lab.soak.scene import Scene, Verified, draft_id, draft_parent
+from rocm_lab.soak.scene import Scene, Verified
 from rocm_lab.soak.seq import Seq
 
 Run = Callable[[Scene, StepBatch, PadTo | None], Tensor]
@@ -27,7 +29,7 @@ Run = Callable[[Scene, StepBatch, PadTo | None], Tensor]
 def new_tokens(scene: Scene, rows: list[int], *, most: int = 3) -> tuple[list[Seq], str]:
     """A step over rows, mostly right; or why it must be refused."""
     rng, wrong = scene.rng, ""
-    seqs = [Seq(row, scene.length(row), scene.ids(rng.randint(1, most))) for row in rows]
+    seqs = [Seq(row, scene.history.length(row), scene.ids(rng.randint(1, most))) for row in rows]
     chance = rng.random()
     if not seqs or chance < 0.75:
         pass
@@ -35,19 +37,19 @@ def new_tokens(scene: Scene, rows: list[int], *, most: int = 3) -> tuple[list[Se
         # Before a state that only the device misses, it begins anew.
         back = rng.choice(seqs)
         back.begin = max(0, back.begin - rng.randint(1, 5))
-        back.begin *= not scene.going_on.only_device_knows(back.row, back.begin)
+        back.begin *= not scene.history.going_on.only_device_knows(back.row, back.begin)
         back.positions = list(range(back.begin, back.end))
-        scene.unsure.add(back.row)  # perhaps before what its window, or another row, needs
+        scene.history.unsure.add(back.row)  # perhaps before what its window, or another row, needs
     elif chance < 0.85:
         seqs.append(Seq(seqs[0].row, seqs[0].begin, scene.ids(1)))
         wrong = "a row is named twice"
     elif chance < 0.95:
-        strange = rng.choice([*scene.freed, 0, -1, scene.options.max_num_rows + 1])
+        strange = rng.choice([*scene.history.freed, 0, -1, scene.options.max_num_rows + 1])
         seqs[-1] = Seq(strange, rng.choice((0, 3)), scene.ids(1))
         wrong = f"row {strange} is no request's"
-    elif seqs[-1].row not in scene.going_on.untracked:
+    elif seqs[-1].row not in scene.history.going_on.untracked:
         gap = Seq(seqs[-1].row, seqs[-1].begin + rng.randint(1, 4), scene.ids(1))
-        seqs[-1], wrong = gap, "" if gap.row in scene.unsure else "tokens before it were never stored"
+        seqs[-1], wrong = gap, "" if gap.row in scene.history.unsure else "tokens before it were never stored"
     if rng.random() < 0.95:
         reserve_for(scene, seqs)
     return seqs, wrong
@@ -97,7 +99,7 @@ def judged_step(
         scene.last = scene.verified = None  # it may have been staged, or not
         return False
     scene.staged(batch, seqs)
-    scene.stored(seqs)
+    scene.history.stored(seqs)
     padding = scene.runtime.padding
     shape = padding.split_shape(batch, pad_to) if run in _IN_HALVES else padding.shape(batch, pad_to)
     scene.played(Played.of(scene.turn, scene.log[-LAST_CALLS:], scene.model, scene.oracle, what, seqs, given, shape))
@@ -147,7 +149,7 @@ def tree_over(scene: Scene, row: int) -> tuple[Seq, list[int], list[int]]:
 
     Most nodes follow the one before; the others have any parent. Those of a path are accepted.
     """
-    rng, begin = scene.rng, scene.length(row)
+    rng, begin = scene.rng, scene.history.length(row)
     parents = [-1]
     for node in range(1, rng.randint(1, scene.setting.most_nodes)):
         parents.append(node - 1 if rng.random() < 0.5 else rng.randint(-1, node - 1))
@@ -173,7 +175,7 @@ def verify_trees(scene: Scene, trees: Sequence[tuple[Seq, list[int], list[int]]]
     mask = TreeMask(scene.ints([parents + [-1] * (most - len(parents)) for _, parents, _ in trees]))
     is_taken = judged_step(scene, run, "a verify step", seqs, scene.batch(seqs, mask=mask))
     if scene.open is None:
-        changes = {seq.row: scene.changes[seq.row] for seq in seqs}
+        changes = {seq.row: scene.history.changes[seq.row] for seq in seqs}
         scene.verified = Verified(seqs, [path for _, _, path in trees], changes) if is_taken else None
 
 
@@ -194,16 +196,16 @@ def move_paths(scene: Scene, verified: Verified, far: list[int], wrong: str) -> 
     for seq, path in zip(verified.seqs, verified.paths, strict=True):
         kept, after = [seq.stored[node] for node in path], seq.begin + len(path)
         stays = scene.oracle.kv[seq.row][after : after + len(far)]
-        scene.cut(seq.row, seq.begin)
+        scene.history.cut(seq.row, seq.begin)
         # A node without a page moves nothing: what was there stays.
         has_page = seq.begin + max(far, default=0) < -(-scene.room(seq.row) // scene.page_size) * scene.page_size
         scene.oracle.store(seq.row, seq.begin, kept if has_page else kept + stays)
-        scene.unsure.add(seq.row)  # the places of what was not accepted count as stored, too
+        scene.history.unsure.add(seq.row)  # the places of what was not accepted count as stored, too
 
 
 def after_round(scene: Scene, rows: list[int], drafts: Drafts) -> list[Seq]:
     """Sequences that need the room of a round."""
-    return [Seq(row, scene.length(row), [1] * drafts.tokens) for row in rows]
+    return [Seq(row, scene.history.length(row), [1] * drafts.tokens) for row in rows]
 
 
 def round_by_runner(scene: Scene, rows: list[int], drafts: Drafts) -> None:
@@ -218,12 +220,12 @@ def round_by_runner(scene: Scene, rows: list[int], drafts: Drafts) -> None:
         drafted(scene, drafts, seqs)
         for step in range(drafts.steps):
             width = given.shape[1] // drafts.steps
-            scene.compare_draft(seqs, drafts, step, given[:, step * width : (step + 1) * width], draft_parent)
+            compare_draft(scene, seqs, drafts, step, given[:, step * width : (step + 1) * width], draft_parent)
 
 
 def round_of(scene: Scene, rows: list[int], drafts: Drafts) -> tuple[list[Seq], StepBatch]:
     """The sequences of a round of drafts of rows, and its batch."""
-    seqs = [Seq(row, scene.length(row), [draft_id(0, 0)]) for row in rows]
+    seqs = [Seq(row, scene.history.length(row), [draft_id(0, 0)]) for row in rows]
     ids = [int(draft_id(0, branch)) for _ in seqs for branch in range(drafts.branches)]
     scene.last = scene.verified = None
     return seqs, draft_batch([seq.row for seq in seqs], [seq.begin for seq in seqs], drafts, ids)
@@ -232,7 +234,7 @@ def round_of(scene: Scene, rows: list[int], drafts: Drafts) -> tuple[list[Seq], 
 def drafted(scene: Scene, drafts: Drafts, seqs: list[Seq]) -> None:
     """Notes the tokens that a round has stored. Later steps may continue from those of chains."""
     for seq in seqs:
-        scene.cut(seq.row, seq.begin)
+        scene.history.cut(seq.row, seq.begin)
         if drafts.branches == 1:
             entries = [looked_up(draft_id(step, 0), seq.begin + step) for step in range(drafts.steps)]
             scene.oracle.store(seq.row, seq.begin, entries)

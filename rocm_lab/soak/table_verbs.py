@@ -16,13 +16,13 @@ def admit(scene: Scene) -> None:
     """A row."""
     given = scene.call("admit", scene.runtime.table.admit)
     if given is not REFUSED:
-        scene.admitted(given)
+        scene.history.admitted(given)
 
 
 def reserve(scene: Scene) -> None:
     """Room in a row."""
     row = scene.a_row()
-    kv_len = scene.rng.choice((scene.length(row) + 2, 12, -3, scene.options.max_kv_len + 1, 2**32 + 4))
+    kv_len = scene.rng.choice((scene.history.length(row) + 2, 12, -3, scene.options.max_kv_len + 1, 2**32 + 4))
     bad = row not in scene.oracle.kv or not 0 <= kv_len <= scene.options.max_kv_len
     scene.call(
         f"reserve {kv_len} in row {row}", lambda: scene.runtime.table.reserve(row, kv_len), wrong="it is bad" * bad
@@ -32,16 +32,18 @@ def reserve(scene: Scene) -> None:
 def truncate(scene: Scene) -> None:
     """A row goes back, or is to go on."""
     row = scene.a_row()
-    kv_len = scene.rng.choice((scene.length(row), max(0, scene.length(row) - 3), 0, scene.room(row) + 1))
+    kv_len = scene.rng.choice(
+        (scene.history.length(row), max(0, scene.history.length(row) - 3), 0, scene.room(row) + 1)
+    )
     bad = row not in scene.oracle.kv or kv_len > scene.room(row)
     given = scene.call(
         f"truncate row {row} to {kv_len}", lambda: scene.runtime.table.truncate(row, kv_len), wrong="it is bad" * bad
     )
     if given is not REFUSED:
-        if kv_len < scene.length(row):  # else it gives back room alone
-            scene.changed(row)
-            scene.unsure.add(row)
-        scene.cut(row, kv_len)
+        if kv_len < scene.history.length(row):  # else it gives back room alone
+            scene.history.changed(row)
+            scene.history.unsure.add(row)
+        scene.history.cut(row, kv_len)
 
 
 def free(scene: Scene) -> None:
@@ -50,13 +52,13 @@ def free(scene: Scene) -> None:
     bad = row not in scene.oracle.kv
     given = scene.call(f"free row {row}", lambda: scene.runtime.table.free(row), wrong="it is no request's" * bad)
     if given is not REFUSED:
-        scene.gone(row)
+        scene.history.gone(row)
 
 
 def fork(scene: Scene) -> None:
     """A row over another's tokens; also over room that has none yet."""
     row = scene.a_row()
-    length, room = scene.length(row), scene.room(row)
+    length, room = scene.history.length(row), scene.room(row)
     kv_len = scene.rng.choice((length, length, max(0, length - 3), room, room + 1))
     fork_at(scene, row, kv_len, "bad" * (row not in scene.oracle.kv or kv_len > room))
 
@@ -66,28 +68,30 @@ def fork_at(scene: Scene, row: int, kv_len: int, wrong: str = "") -> int | None:
     child: Any = scene.call(f"fork row {row} at {kv_len}", partial(scene.runtime.table.fork, row, kv_len), wrong=wrong)
     if child is REFUSED:
         return None
-    scene.admitted(child, scene.oracle.kv[row][:kv_len])
-    scene.going_on.fork(row, child, kv_len)
-    if kv_len > scene.length(row) or row in scene.unsure:
-        scene.unsure |= {row, child}
+    scene.history.admitted(child, scene.oracle.kv[row][:kv_len])
+    scene.history.going_on.fork(row, child, kv_len)
+    if kv_len > scene.history.length(row) or row in scene.history.unsure:
+        scene.history.unsure |= {row, child}
     return int(child)
 
 
 def keep(scene: Scene) -> None:
     """Full pages of a row stay."""
     row, rng = scene.a_row(), scene.rng
-    full = scene.length(row) // scene.page_size
+    full = scene.history.length(row) // scene.page_size
     first, last = (0, full) if rng.random() < 0.7 else (rng.randint(0, 1), full + 1)
     bad = row not in scene.oracle.kv or last > full
     # Where a path was moved, the places after it count as stored.
-    bad = bad and row not in scene.unsure and first < last and stored_len(scene, row) <= scene.length(row)
+    bad = (
+        bad and row not in scene.history.unsure and first < last and stored_len(scene, row) <= scene.history.length(row)
+    )
     table = scene.runtime.table.kept
     free, due = table.num_free_states, np.zeros(0, np.bool_)
     if row in scene.oracle.kv:
         due = table.states_due([row] * (last - first), list(range(first, last)))
     if rng.random() < 0.5:
         # Pages that have left the window are kept for the other layers.
-        is_full = last * scene.page_size <= scene.length(row) and row not in scene.unsure
+        is_full = last * scene.page_size <= scene.history.length(row) and row not in scene.history.unsure
         left = _out_of_windows(scene, row, first, last) if is_full else 0
         ids = scene.call(
             f"keep {first}:{last} of row {row}, {left} of them out of the window",
@@ -105,14 +109,14 @@ def keep(scene: Scene) -> None:
         )
     if ids is REFUSED or row not in scene.oracle.kv:
         return
-    if last * scene.page_size > scene.length(row):
-        scene.unsure.add(row)  # it may not store in them again
+    if last * scene.page_size > scene.history.length(row):
+        scene.history.unsure.add(row)  # it may not store in them again
     have = table.have_states(ids)
     _judge_checkpoints(scene, row, first, due, have, free)
     for page_no, id_, has_state in zip(range(first, last), ids.tolist(), have.tolist(), strict=True):
         stored = scene.oracle.page(row, page_no, scene.page_size)
         begin = page_no * scene.page_size
-        only_device_knows = scene.going_on.only_device_knows(row, begin + scene.page_size)
+        only_device_knows = scene.history.going_on.only_device_knows(row, begin + scene.page_size)
         scene.kept[id_] = Kept(page_no, stored, scene.oracle.kv[row][:begin], has_state, only_device_knows)
 
 
@@ -141,9 +145,9 @@ def _judge_checkpoints(scene: Scene, row: int, first: int, due: Bools, have: Boo
     wanted = due & (np.cumsum(due) <= free)
     if have.tolist() != wanted.tolist():
         raise Finding(f"states of row {row} were due {due.tolist()} with {free} free, and are kept {have.tolist()}")
-    for place, is_due in enumerate([] if row in scene.going_on.untracked else due.tolist()):
+    for place, is_due in enumerate([] if row in scene.history.going_on.untracked else due.tolist()):
         end = (first + place + 1) * scene.page_size
-        if not is_due and end % scene.spacing == 0 and scene.going_on.surely(row, end):
+        if not is_due and end % scene.spacing == 0 and scene.history.going_on.surely(row, end):
             raise Finding(f"row {row} must go on after {end} tokens, and no state is due there")
 
 
@@ -170,10 +174,10 @@ def admit_over(scene: Scene) -> None:
     )
     if row is not REFUSED:
         assert last is not None
-        scene.admitted(row, [entry for id_ in ids for entry in scene.kept[id_].stored][:kv_len])
-        scene.going_on.begin(row, *[kv_len] * (not last.only_device_knows))
+        scene.history.admitted(row, [entry for id_ in ids for entry in scene.kept[id_].stored][:kv_len])
+        scene.history.going_on.begin(row, *[kv_len] * (not last.only_device_knows))
         if last.only_device_knows:
-            scene.going_on.lose_track([row])
+            scene.history.going_on.lose_track([row])
     return None
 
 

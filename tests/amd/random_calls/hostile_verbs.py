@@ -26,7 +26,7 @@ def step_of_infinities(scene: Scene) -> None:
         if not scene.listen():
             raise Finding("an infinite V was not reported")
         scene.last = None
-        scene.give_up(rows)
+        scene.history.give_up(rows)
 
 
 def memory_runs_out(scene: Scene) -> None:
@@ -54,7 +54,7 @@ def memory_runs_out(scene: Scene) -> None:
         scene.say(f"refused: {refusal}")
         return
     for seq in seqs:
-        scene.broke_off(seq)
+        scene.history.broke_off(seq)
 
 
 def _replaced_by_a_fork(scene: Scene, seq: Seq) -> None:
@@ -90,5 +90,5 @@ def stray_write(scene: Scene) -> None:
     finally:
         runtime.end_step()
     scene.listen()
-    scene.broke_off(seqs[0])
-    scene.give_up([seqs[0].row])
+    scene.history.broke_off(seqs[0])
+    scene.history.give_up([seqs[0].row])

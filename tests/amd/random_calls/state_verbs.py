@@ -12,9 +12,11 @@ from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.errors import RocmAttnError
 from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.comparisons import compare_rows
+from rocm_lab.soak.draft_forward import draft_id
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.model import HalfWay
-from rocm_lab.soak.scene import Scene, draft_id
+from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.setting import CHAIN
 from rocm_lab.soak.shown_verbs import going_on
@@ -25,13 +27,15 @@ from tests.amd.random_calls.table_calls import export_pages
 def wrong_state(scene: Scene) -> None:
     """Lengths on the device lead one row to where it may have no state: it is reported, or right, and others are."""
     rng = scene.rng
-    rows = [row for row in scene.some(3) if scene.surely_goes_on(row) and scene.length(row) > 1]
+    rows = [row for row in scene.some(3) if scene.history.surely_goes_on(row) and scene.history.length(row) > 1]
     if not rows or scene.open is not None:
         return
-    bad, seqs = rows[0], [Seq(row, scene.length(row), scene.ids(1)) for row in rows]
+    bad, seqs = rows[0], [Seq(row, scene.history.length(row), scene.ids(1)) for row in rows]
     # Within tokens that others share the device moves it: lengths_on_device() has that.
     shared = int(scene.runtime.table.tokens.first_writable[bad])
-    places = [at for at in range(max(1, shared), scene.length(bad)) if not scene.going_on.surely(bad, at)]
+    places = [
+        at for at in range(max(1, shared), scene.history.length(bad)) if not scene.history.going_on.surely(bad, at)
+    ]
     reserve_for(scene, seqs)
     if not places or any(scene.room(seq.row) < seq.end for seq in seqs):
         return
@@ -48,27 +52,29 @@ def wrong_state(scene: Scene) -> None:
     given = scene.call("a step from a wrong state", lambda: run(scene, batch, None).clone())
     if given is REFUSED:
         return
-    scene.stored(seqs[1:])
-    scene.going_on.lose_track(rows)
-    scene.unsure.update(rows)  # the bound counts as stored
+    scene.history.stored(seqs[1:])
+    scene.history.going_on.lose_track(rows)
+    scene.history.unsure.update(rows)  # the bound counts as stored
     if scene.listen():
         width = sum(layer.out[0].numel() for layer in scene.model.recurrent)
         if given[0, -width:].any():
             raise Finding(f"row {bad} was refused at {back.begin}, and its outputs are not 0")
         if not torch.equal(scene.runtime.states.memory[slots], before):
             raise Finding(f"row {bad} was refused at {back.begin}, and its states have changed")
-        scene.give_up([bad])
+        scene.history.give_up([bad])
     else:
-        scene.stored([back])
-        scene.compare_rows("a step that goes back on the device", [back], given[:1])
-    scene.compare_rows("a step next to one of a wrong state", seqs[1:], given[1:])
+        scene.history.stored([back])
+        compare_rows(scene, "a step that goes back on the device", [back], given[:1])
+    compare_rows(scene, "a step next to one of a wrong state", seqs[1:], given[1:])
 
 
 def forward_breaks_off(scene: Scene) -> None:
     """A forward raises half way, or its step ends before any layer; the same rows then go on."""
     if scene.open is not None:
         return
-    seqs = [seq for seq in going_on(scene, most=scene.going_on.kept + 2) if scene.surely_goes_on(seq.row)]
+    seqs = [
+        seq for seq in going_on(scene, most=scene.history.going_on.kept + 2) if scene.history.surely_goes_on(seq.row)
+    ]
     if not seqs:
         return
     batch, scene.last, scene.verified = scene.batch(seqs), None, None
@@ -87,7 +93,7 @@ def forward_breaks_off(scene: Scene) -> None:
     finally:
         scene.model.breaks_before = -1
     for seq in seqs:
-        scene.going_on.broke_off(seq.row, seq.begin)
+        scene.history.going_on.broke_off(seq.row, seq.begin)
     if not judged_step(scene, by_runner, "the step that broke off, again", seqs, scene.batch(seqs)):
         raise Finding("a step that broke off cannot be repeated")
 
@@ -129,7 +135,7 @@ def recurrent_call(scene: Scene) -> None:
     if given is REFUSED or scene.open is None:
         return
     if layer.weight.numel():
-        scene.stored_in_layer(scene.open, len(scene.model.outputs) + number)
+        scene.history.stored_in_layer(scene.open, len(scene.model.outputs) + number)
 
 
 def states_of_kept(scene: Scene) -> None:
@@ -169,15 +175,15 @@ def masks_and_rounds(scene: Scene) -> None:
 def filled_from_elsewhere(scene: Scene) -> None:
     """A row goes back, and its pages are filled with other tokens: it has no state until it begins at token 0."""
     sent = next((each for each in reversed(scene.sent) if not each.is_checked and not each.by_layers), None)
-    rows = [row for row in scene.some() if scene.length(row)]
+    rows = [row for row in scene.some() if scene.history.length(row)]
     if sent is None or not rows or scene.open is not None:
         return export_pages(scene)
     row, kv_len, table, importer = rows[0], sent.extent.kv_len, scene.runtime.table, scene.movers.importer
     if kv_len > scene.options.max_kv_len:
         return None
     scene.call(f"row {row} goes back to its beginning", lambda: table.truncate(row, 0), right=True)
-    scene.changed(row)
-    scene.cut(row, 0)
+    scene.history.changed(row)
+    scene.history.cut(row, 0)
     scene.last = None
 
     def fill() -> None:
@@ -192,7 +198,7 @@ def filled_from_elsewhere(scene: Scene) -> None:
         return None
     scene.say(f"row {row} was filled from elsewhere")
     scene.oracle.begin(row, list(sent.stored))
-    scene.going_on.begin(row)
+    scene.history.going_on.begin(row)
     seqs = [Seq(row, kv_len, scene.ids(1))]
     reserve_for(scene, seqs)
     if scene.room(row) > kv_len:

@@ -18,9 +18,12 @@ from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.step import Step
 from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.comparisons import compare_draft, compare_rows
+from rocm_lab.soak.draft_forward import draft_parent
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.model import LayerTables
-from rocm_lab.soak.scene import Begun, Scene, draft_parent
+from rocm_lab.soak.row_history import Begun
+from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.setting import CHAIN, TREE
 from rocm_lab.soak.step_verbs import (
@@ -149,8 +152,8 @@ def step_of_a_thread(scene: Scene) -> None:
 
 def lengths_on_device(scene: Scene) -> None:
     """Lengths that the device alone knows: right ones, or some that leave a gap or go beyond the bounds."""
-    rows = [row for row in scene.some(2) if scene.surely_goes_on(row)]
-    seqs = [Seq(row, scene.length(row), scene.ids(1)) for row in rows]
+    rows = [row for row in scene.some(2) if scene.history.surely_goes_on(row)]
+    seqs = [Seq(row, scene.history.length(row), scene.ids(1)) for row in rows]
     if not seqs:
         return
     reserve_for(scene, [Seq(seq.row, seq.end, [1, 1]) for seq in seqs])
@@ -171,19 +174,19 @@ def lengths_on_device(scene: Scene) -> None:
             raise Finding(
                 f"device lengths {reported} over {[seq.begin for seq in seqs]} stored tokens were not reported"
             )
-        scene.give_up(rows)
+        scene.history.give_up(rows)
     else:
-        scene.stored(seqs)
-        scene.compare_rows("lengths on the device", seqs, given)
-    scene.going_on.lose_track(rows)
+        scene.history.stored(seqs)
+        compare_rows(scene, "lengths on the device", seqs, given)
+    scene.history.going_on.lose_track(rows)
     if not bad:
         for row in rows:
-            scene.unsure.add(row)  # the bound counts as stored
+            scene.history.unsure.add(row)  # the bound counts as stored
 
 
 def verify(scene: Scene) -> None:
     """A step of trees, by hand or by the runner; their paths may be moved afterwards."""
-    rows, run = [row for row in scene.some(2) if scene.length(row)], a_run(scene)
+    rows, run = [row for row in scene.some(2) if scene.history.length(row)], a_run(scene)
     trees = [tree_over(scene, row) for row in rows]
     if trees:
         reserve_for(scene, [seq for seq, _, _ in trees])
@@ -201,7 +204,7 @@ def move(scene: Scene) -> None:
         return
     far = [30] * (scene.rng.random() < 0.2)
     wrong = "they were moved already" if verified.is_moved else ""
-    if any(count != scene.changes[row] for row, count in verified.changes.items()):
+    if any(count != scene.history.changes[row] for row, count in verified.changes.items()):
         wrong = "a row has changed"
     elif scene.last is None or scene.last[1] != verified.seqs:
         wrong = wrong or "another step was staged since"
@@ -226,7 +229,7 @@ def _again(scene: Scene, run: Callable[[StepBatch], Tensor], what: str) -> None:
     assert scene.last is not None
     batch, seqs, changes = scene.last
     wrong = ""
-    if any(changes[seq.row] != scene.changes[seq.row] for seq in seqs):
+    if any(changes[seq.row] != scene.history.changes[seq.row] for seq in seqs):
         wrong = "a row has changed"
     if scene.rng.random() < 0.15 and what == "AGAIN":
         batch, wrong = (
@@ -235,13 +238,13 @@ def _again(scene: Scene, run: Callable[[StepBatch], Tensor], what: str) -> None:
         )
     given = scene.call(what, lambda: run(batch), wrong=wrong)
     if given is not REFUSED and scene.open is None:
-        counted = {seq.row: scene.length(seq.row) for seq in seqs}
-        scene.stored(seqs)
-        scene.compare_rows(what, seqs, given)
-        scene.going_on.lose_track(seq.row for seq in seqs)
+        counted = {seq.row: scene.history.length(seq.row) for seq in seqs}
+        scene.history.stored(seqs)
+        compare_rows(scene, what, seqs, given)
+        scene.history.going_on.lose_track(seq.row for seq in seqs)
         for row in {seq.row for seq in seqs if counted[seq.row] < seq.end}:
-            scene.cut(row, counted[row])  # what was taken back may count again, or not
-            scene.unsure.add(row)
+            scene.history.cut(row, counted[row])  # what was taken back may count again, or not
+            scene.history.unsure.add(row)
 
 
 def begin(scene: Scene) -> None:
@@ -262,11 +265,11 @@ def _open(scene: Scene, run: Callable[[StepBatch], Step], what: str) -> None:
         return
     given = scene.call(what, lambda: run(batch), wrong=wrong or ("a step is open" if scene.open else ""))
     if given is not REFUSED:
-        scene.open = Begun(given, seqs, dict(scene.lives), dict(scene.changes))
+        scene.open = Begun(given, seqs, dict(scene.history.lives), dict(scene.history.changes))
         scene.staged(batch, seqs)
         scene.verified = None
         for seq in seqs:  # until it has come to its end
-            scene.going_on.broke_off(seq.row, seq.begin)
+            scene.history.going_on.broke_off(seq.row, seq.begin)
 
 
 def fill(scene: Scene) -> None:
@@ -295,7 +298,7 @@ def store_one(scene: Scene) -> None:
     else:
         run = partial(layer.run, part, number - len(scene.model.layers), entry)
     if scene.call(f"layer {number} stores", run) is not REFUSED:
-        scene.stored_in_layer(scene.open, number)
+        scene.history.stored_in_layer(scene.open, number)
     return None
 
 
@@ -322,7 +325,7 @@ def old_layers(scene: Scene) -> None:
             "old layers store", lambda: part.layers.store(0, k, v), wrong="" if is_open else "it is over"
         )
         if given is not REFUSED and scene.open is not None:
-            scene.stored_in_layer(scene.open, 0)
+            scene.history.stored_in_layer(scene.open, 0)
         return
     out, lse = layer.room(q)
     scene.call("old layers attend", lambda: part.layers.attend(0, q, out, lse), wrong="" if is_open else "it is over")
@@ -342,11 +345,11 @@ def close_of(scene: Scene) -> None:
     assert begun is not None
     scene.open, scene.over = None, begun.step
     if begun.done >= {*range(len(scene.model.outputs))}:
-        scene.stored(begun.seqs, begun.changes, begun.lives)
+        scene.history.stored(begun.seqs, begun.changes, begun.lives)
     elif begun.done or scene.model.recurrent:
         for seq in begun.seqs:
-            if seq.ids and begun.lives[seq.row] == scene.lives[seq.row] and seq.row in scene.oracle.kv:
-                scene.broke_off(seq)
+            if seq.ids and begun.lives[seq.row] == scene.history.lives[seq.row] and seq.row in scene.oracle.kv:
+                scene.history.broke_off(seq)
 
 
 def close(scene: Scene) -> None:
@@ -396,7 +399,7 @@ def _round(scene: Scene, drafts: Drafts) -> None:
             if not _draft_step(scene, step, number, bad_parents, compiled, keeps):
                 break
             if halves == 1 and seqs and not bad_parents and done == list(range(number)):
-                scene.compare_draft(seqs, drafts, number, scene.last_draft, same_branch if keeps else draft_parent)
+                compare_draft(scene, seqs, drafts, number, scene.last_draft, same_branch if keeps else draft_parent)
             elif number != 0 and number - 1 not in done and number not in done:
                 raise Finding(f"draft step {number} of {drafts} was taken after {done}")
             done.append(number)
@@ -405,12 +408,12 @@ def _round(scene: Scene, drafts: Drafts) -> None:
     if bad_parents and seqs and 1 in done:
         if not scene.listen():
             raise Finding(f"parents out of range were not reported, in draft steps {done}")
-        scene.give_up([seq.row for seq in seqs])
+        scene.history.give_up([seq.row for seq in seqs])
     elif set(done) == set(range(drafts.steps)):
         drafted(scene, drafts, seqs)
     else:
         for seq in seqs:
-            scene.cut(seq.row, seq.begin)
+            scene.history.cut(seq.row, seq.begin)
 
 
 def _draft_step(scene: Scene, step: Step, number: int, bad_parents: bool, compiled: bool, keeps: bool) -> bool:
@@ -426,8 +429,8 @@ def _draft_step(scene: Scene, step: Step, number: int, bad_parents: bool, compil
                 elif keeps:
                     part.keep_branches()
                 else:
-                    part.set_parents(scene.draft_parents(part, number))
-            return scene.draft_step(part, number, scene.compiled.of(part) if compiled else None)
+                    part.set_parents(scene.drafts.parents(part, number))
+            return scene.drafts.step(part, number, scene.compiled.of(part) if compiled else None)
 
         given = scene.call(f"draft step {number}", run)
         if given is REFUSED:

@@ -17,7 +17,7 @@ from rocm_lab.soak.table_verbs import free, stored_len
 def reserve_all(scene: Scene) -> None:
     """Room in some rows, or in none of them."""
     rows = [scene.a_row() for _ in range(scene.rng.randint(1, 3))]
-    lengths = [scene.length(row) + scene.rng.randint(0, 5) for row in rows]
+    lengths = [scene.history.length(row) + scene.rng.randint(0, 5) for row in rows]
     bad = len(set(rows)) < len(rows) or not {*rows} <= {*scene.rows} or max(lengths) > scene.options.max_kv_len
     scene.call(
         f"reserve_all of {rows}", lambda: scene.runtime.table.reserve_all(rows, lengths), wrong="a row is bad" * bad
@@ -35,7 +35,7 @@ def given_to_another(scene: Scene) -> None:
 def evict(scene: Scene) -> None:
     """Pages before the window go."""
     rows = [scene.a_row() for _ in range(2)]
-    lengths = [scene.length(row) for row in rows]
+    lengths = [scene.history.length(row) for row in rows]
     has_windows = len(scene.runtime.table.spaces) > 1
     given = scene.call(
         f"evict of {rows}",
@@ -51,7 +51,7 @@ def evict(scene: Scene) -> None:
 def mark_stored(scene: Scene) -> None:
     """Tokens count as stored: as many as are, or fewer; of wrong rows, twice, or more than there is room for."""
     row = scene.a_row()
-    length = scene.length(row)
+    length = scene.history.length(row)
     kv_len = scene.rng.choice((length, max(0, length - 2), scene.room(row) + 1, -1, 2**32))
     rows = [row] * scene.rng.choice((1, 1, 1, 2))
     bad = row not in scene.oracle.kv or not 0 <= kv_len <= scene.room(row) or len(rows) > 1
@@ -63,10 +63,10 @@ def mark_stored(scene: Scene) -> None:
     )
     if given is not REFUSED:
         if kv_len < length:
-            scene.unsure.add(row)  # perhaps below what others share
-        scene.cut(row, kv_len)
+            scene.history.unsure.add(row)  # perhaps below what others share
+        scene.history.cut(row, kv_len)
         if has_more:
-            scene.going_on.begin(row)
+            scene.history.going_on.begin(row)
 
 
 def look(scene: Scene) -> None:
@@ -77,7 +77,7 @@ def look(scene: Scene) -> None:
         lambda: table.pages_of(row),
         lambda: table.num_held(row),
         lambda: table.room([row]),
-        lambda: table.is_reserved([row], [scene.length(row)]),
+        lambda: table.is_reserved([row], [scene.history.length(row)]),
         lambda: table.is_admitted(row),
         lambda: (table.is_empty, table.most_new_seqs, table.next_row, table.fewest_free_pages, table.num_free_rows),
         lambda: table.space(table.full.space),
@@ -116,11 +116,11 @@ def export_pages(scene: Scene) -> None:
 
 def _export(scene: Scene, way: str) -> None:
     movers, row = scene.movers, scene.a_row()
-    length = scene.length(row)
+    length = scene.history.length(row)
     # Its pages may have more tokens than the row: those of another one that shares them.
     kv_len = scene.rng.choice((length, length, max(1, length - 2), length + (way == "row")))
     wrong = "it has no such tokens" if row not in scene.oracle.kv or kv_len > length else ""
-    if row in scene.unsure:
+    if row in scene.history.unsure:
         wrong = ""
 
     def run() -> tuple[Any, Tensor]:
@@ -149,8 +149,8 @@ def import_row(scene: Scene) -> None:
     row = scene.call("importer.admit", lambda: scene.movers.importer.admit(sent.extent))
     if row is REFUSED:
         return None
-    scene.admitted(row)
-    scene.unsure.add(row)  # what its window needs is not there yet
+    scene.history.admitted(row)
+    scene.history.unsure.add(row)  # what its window needs is not there yet
     target = row if scene.kind == "windows" or scene.rng.random() < 0.8 else scene.a_row()
     buffer, spoiled = _on_its_way(scene, sent)
     wrong = "no checksum was sent" if not sent.is_checked else spoiled
@@ -161,11 +161,11 @@ def import_row(scene: Scene) -> None:
     )
     if given is not REFUSED:
         scene.oracle.begin(target, list(sent.stored))
-        scene.going_on.begin(target, sent.extent.kv_len)
+        scene.history.going_on.begin(target, sent.extent.kv_len)
         if target == row:
-            scene.unsure.discard(row)
+            scene.history.unsure.discard(row)
         else:
-            scene.unsure.add(target)  # what it shares may reach further
+            scene.history.unsure.add(target)  # what it shares may reach further
     return None
 
 
@@ -199,8 +199,8 @@ def _import_pages(scene: Scene, sent: Sent, what: str) -> None:
     row = scene.call("importer.admit", lambda: importer.admit(sent.extent))
     if row is REFUSED:
         return
-    scene.admitted(row)
-    scene.unsure.add(row)  # what its window needs is not there yet
+    scene.history.admitted(row)
+    scene.history.unsure.add(row)  # what its window needs is not there yet
 
     def run() -> None:
         scene.movers.import_(importer.pages_of(row, sent.extent.kv_len), sent)
@@ -208,4 +208,4 @@ def _import_pages(scene: Scene, sent: Sent, what: str) -> None:
 
     if scene.call(f"import the {what} of row {row}", run) is not REFUSED:
         scene.oracle.begin(row, list(sent.stored))
-        scene.unsure.discard(row)
+        scene.history.unsure.discard(row)

@@ -14,6 +14,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.kv_scales import KVScales
 from rocm_lab.soak import shown_verbs, step_verbs, table_verbs
 from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.comparisons import compare_rows
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.oracle import UNKNOWN
 from rocm_lab.soak.scene import Scene
@@ -78,7 +79,7 @@ def expanded(scene: Scene) -> None:
     begun = scene.open
     if begun is None:
         return
-    lives = all(begun.changes[seq.row] == scene.changes[seq.row] for seq in begun.seqs)
+    lives = all(begun.changes[seq.row] == scene.history.changes[seq.row] for seq in begun.seqs)
     entries = torch.tensor([entry for seq in begun.seqs for entry in seq.stored], device=scene.device)
     if not len(entries):
         return
@@ -194,14 +195,16 @@ def prefill(scene: Scene) -> None:
     """Rows that have tokens: three for whom it is new, and a fork."""
     while len(scene.rows) < 3:
         table_verbs.admit(scene)
-    seqs = [Seq(row, 0, scene.ids(scene.rng.randint(3, 9))) for row in scene.rows if not scene.length(row)][:4]
+    seqs = [Seq(row, 0, scene.ids(scene.rng.randint(3, 9))) for row in scene.rows if not scene.history.length(row)][:4]
     if seqs:
         step_verbs.reserve_for(scene, seqs)
         batch = scene.batch(seqs)
-        rows = scene.call("prompts", lambda: scene.runner.run(batch), right=not scene.unsure & {s.row for s in seqs})
+        rows = scene.call(
+            "prompts", lambda: scene.runner.run(batch), right=not scene.history.unsure & {s.row for s in seqs}
+        )
         if rows is not REFUSED:
             scene.staged(batch, seqs)
-            scene.stored(seqs)
+            scene.history.stored(seqs)
 
 
 def settle(scene: Scene) -> None:
@@ -211,17 +214,21 @@ def settle(scene: Scene) -> None:
     if scene.listen():
         scene.say("reported at the end")
     scene.provoked = False
-    sure = [row for row in scene.rows if scene.surely_goes_on(row) and scene.length(row) < scene.options.max_kv_len]
+    sure = [
+        row
+        for row in scene.rows
+        if scene.history.surely_goes_on(row) and scene.history.length(row) < scene.options.max_kv_len
+    ]
     for first in range(0, len(sure), 4):
         _go_on(scene, sure[first : first + 4], right=True)
-    for row in [row for row in scene.rows if row not in sure and scene.length(row) < scene.options.max_kv_len]:
-        if not scene.only_device_knows(row):
+    for row in [row for row in scene.rows if row not in sure and scene.history.length(row) < scene.options.max_kv_len]:
+        if not scene.history.only_device_knows(row):
             _go_on(scene, [row], right=False)
     scene.compare_pool("going on")
 
 
 def _go_on(scene: Scene, rows: list[int], *, right: bool) -> None:
-    seqs = [Seq(row, scene.length(row), scene.ids(1)) for row in rows]
+    seqs = [Seq(row, scene.history.length(row), scene.ids(1)) for row in rows]
     ends = [seq.end for seq in seqs]
     if scene.call(f"room for {rows}", lambda: scene.runtime.table.reserve_all(rows, ends), right=right) is REFUSED:
         return
@@ -231,17 +238,17 @@ def _go_on(scene: Scene, rows: list[int], *, right: bool) -> None:
         scene.last = scene.verified = None
         return
     scene.staged(batch, seqs)
-    scene.stored(seqs)
-    scene.compare_rows(f"rows {rows} going on", seqs, given)
+    scene.history.stored(seqs)
+    compare_rows(scene, f"rows {rows} going on", seqs, given)
 
 
 def clear(scene: Scene) -> None:
     """Fewer requests and kept pages, so that the next verbs find room."""
     rng = scene.rng
-    while len(scene.rows) > 4 or any(scene.length(row) > scene.options.max_kv_len - 12 for row in scene.rows):
-        row = max(scene.rows, key=scene.length) if rng.random() < 0.5 else rng.choice(scene.rows)
+    while len(scene.rows) > 4 or any(scene.history.length(row) > scene.options.max_kv_len - 12 for row in scene.rows):
+        row = max(scene.rows, key=scene.history.length) if rng.random() < 0.5 else rng.choice(scene.rows)
         scene.end(row)
-    for row in [row for row in scene.rows if not scene.surely_goes_on(row) or UNKNOWN in scene.oracle.kv[row]]:
+    for row in [row for row in scene.rows if not scene.history.surely_goes_on(row) or UNKNOWN in scene.oracle.kv[row]]:
         scene.end(row)
     if len(scene.kept) > 6:
         scene.drop_all()

@@ -10,6 +10,7 @@ SUITES = (
     "soft-cap",
     "ranges",
     "short",
+    "eight-bits",
     "decode",
     "decode-192",
     "page-sizes",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rocm_attn.errors import BadSetting
-from rocm_attn.problem import Problem
+from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.choices import ALL_SUITES, SUITES
 from rocm_lab.bench.layers import NAMED, LayerSizes, name_of
@@ -107,6 +107,15 @@ def _short() -> Iterator[SuiteCase]:
             yield _case(NAMED[name], batch)
 
 
+def _eight_bits() -> Iterator[SuiteCase]:
+    """K and V in q's dtype, and in eight bits with a scale for the layer or for each token."""
+    kinds = ((KVEncoding.LIKE_Q, Scales.NONE), (KVEncoding.E4M3FN, Scales.LAYER), (KVEncoding.E4M3FN, Scales.TOKEN))
+    for heads in ((32, 8, 128), (64, 8, 64)):
+        for batch in ("64d4k", "1x2k+6144", "64x5+2500"):
+            for encoding, scales in kinds:
+                yield _with(_case(LayerSizes.plain(*heads), batch), kv_encoding=encoding, kv_scales=scales)
+
+
 def _with(case: SuiteCase, **fields: Any) -> SuiteCase:
     return replace(case, problem=replace(case.problem, **fields))
 
@@ -150,6 +159,7 @@ _MAKERS: Mapping[str, Callable[[], Iterator[SuiteCase]]] = {
     "soft-cap": _soft_cap,
     "ranges": _ranges,
     "short": _short,
+    "eight-bits": _eight_bits,
     "decode": _decode,
     "decode-192": _decode_192,
     "page-sizes": _page_sizes,

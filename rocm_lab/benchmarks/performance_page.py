@@ -47,6 +47,7 @@ TITLES = {
     "soft-cap": "Soft caps",
     "ranges": "Chunks of 8,192 keys, windows of 1,024, and images whose tokens see each other",
     "short": "Short contexts: few keys, or few new tokens",
+    "eight-bits": "K and V in eight bits",
     "decode": "Decode",
     "decode-192": "Decode with head dim 192",
     "page-sizes": "Page sizes",

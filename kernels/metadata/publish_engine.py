@@ -19,8 +19,9 @@ A sequence is lost, and becomes a pad, if one of these is not so:
     its cells end within num_cells
 
 A pad keeps the new tokens and the cells that it was given: those of later sequences lie after them in the engine's
-tensors. So it may have more than max_q_len. Boundaries outside of the step, or below an earlier one, are left out: the
-sequences around them share the tokens between the others, and are lost.
+tensors. So it may have more than max_q_len. If pads have KV, it has a key for each new token, which a kernel of another
+library may need. Boundaries outside of the step, or below an earlier one, are left out: the sequences around them share
+the tokens between the others, and are lost.
 
 LENGTH_BEYOND_BOUND in the step's error word reports a sequence that is lost, and one of fewer new tokens than
 min_q_len. It also reports boundaries that do not begin at 0, and new tokens of a sequence without KV if a live one
@@ -175,7 +176,7 @@ def _publish_engine_kernel(
             token_end = tokens_before + tl.cumsum(taken, 0)
             token_begin = tl.minimum(token_end - taken, num_tokens_padded)
             token_end = tl.minimum(token_end, num_tokens_padded)
-        taken = token_end - token_begin
+        taken = tl.where(given, token_end - token_begin, 0)
         fits &= (taken == new) & (new <= max_q_len)
         if WITH_CELLS:
             keys = tl.minimum(tl.maximum(length, 0), _MOST_KEYS)
@@ -206,7 +207,8 @@ def _publish_engine_kernel(
         tl.store(engine_row + seq, tl.where(is_live, row, 0).to(tl.int32), mask=inside)
         tl.store(row_of_seq + seq, tl.where(is_live, own_row, 0), mask=inside)
         # If a sequence has new tokens and no KV, they must see nothing.
-        tl.store(kv_len + seq, tl.where(is_live, length, pad_kv_len).to(tl.int32), mask=inside)
+        of_pad = tl.where(pad_kv_len > 0, tl.maximum(tl.minimum(taken, kv_bound), pad_kv_len), 0)
+        tl.store(kv_len + seq, tl.where(is_live, length, of_pad).to(tl.int32), mask=inside)
         tl.store(q_len + seq, tl.where(given, taken, pad_q_len).to(tl.int32), mask=inside)
     # counts_before is mostly counts itself: every thread must have read it before one overwrites it.
     tl.debug_barrier()

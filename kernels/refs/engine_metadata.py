@@ -70,11 +70,12 @@ def publish_engine(
     is_twice = len(stored.unique()) < len(stored)
     named[stored] = slot[STEP].to(named.device)
     own_row = seq + 1 if to.gathered else row
+    of_pad = taken.clamp(to.pad_kv_len, bounds.kv_len) if to.pad_kv_len else 0
     pads = num_padded - num_seqs
     for buffer, values, pad in (
         (to.engine_row, torch.where(is_live, row, 0), 0),
         (to.row_of_seq, torch.where(is_live, own_row, 0), 0),
-        (to.kv_len, torch.where(is_live, length, to.pad_kv_len), to.pad_kv_len),
+        (to.kv_len, torch.where(is_live, length, of_pad), to.pad_kv_len),
         (to.q_len, taken, to.pad_q_len),
     ):
         buffer.copy_(torch.cat([values, values.new_full((pads,), pad)]))
@@ -143,7 +144,8 @@ def check_pages(
     if step.terms.null_page:
         is_none |= (page == 0) & (page_no < window_no[:, None])
     is_wrong = (looked_at & is_none).any(1)
-    step.kv_len.masked_fill_(is_wrong, step.pads.kv_len)
+    of_pad = step.q_len.clamp(min=step.pads.kv_len) if step.pads.kv_len else 0
+    step.kv_len.copy_(torch.where(is_wrong, of_pad, step.kv_len))
     step.row_of_seq.masked_fill_(is_wrong, 0)
     step.counts[ERROR_WORD].bitwise_or_(is_wrong.any().to(torch.int32) * PAGE_NOT_IN_POOL)
 

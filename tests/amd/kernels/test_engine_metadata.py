@@ -159,7 +159,7 @@ def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
             stored.add(row)
         rows.append(row if is_live else 0)
         own_rows.append((seq + 1 if step.gathered else row) if is_live else 0)
-        kept_lengths.append(length if is_live else pad_kv_len)
+        kept_lengths.append(length if is_live else max(pad_kv_len, min(end - begin, step.kv_bound)))
         news.append(end - begin)
         keys.append(0 if cells > step.num_cells else max(length, 0))
     pads = step.num_seqs_padded - len(rows)
@@ -233,7 +233,7 @@ def test_boundaries_begin_at_zero(publish: Launch, num_seqs: int, error: int, ke
     found, _ = published(publish, step, kernel_device, boundary=1)
     assert found.counts == [num_seqs, 8 if num_seqs else 0, 41, error]
     assert found.q_len[:num_seqs] == [4, 4][:num_seqs]
-    assert found.kv_len[:num_seqs] == [2, 9][:num_seqs]
+    assert found.kv_len[:num_seqs] == [4, 9][:num_seqs]
 
 
 @publishes
@@ -418,7 +418,7 @@ def test_a_sequence_whose_page_does_not_exist_becomes_a_pad(
         check(step, ints([num_pages], kernel_device), page_size=3, window_left=3, spans_pass=False)
     is_right = num_pages > 6
     assert step.row_of_seq.tolist() == [int(is_right), 0, 0]
-    assert step.kv_len.tolist() == [8 if is_right else 1, 1, 1]
+    assert step.kv_len.tolist() == [8 if is_right else 2, 1, 1]
     assert step.q_len.tolist() == [2, 1, 0]
     assert step.counts.tolist() == [2, 3, 41, TOKEN_WITHOUT_PAGE | PAGE_NOT_IN_POOL]
 
@@ -446,7 +446,7 @@ def test_pages_before_the_chunk_of_the_first_new_token_are_left_alone(
     row[page] = -1
     step = step_over([row], [(10, 2)], kernel_device, Pads(1, 0))
     check(step, ints([40], kernel_device), page_size=3, window_left=3, spans_pass=False, chunk=4)
-    assert step.kv_len.tolist()[0] == (10 if is_right else 1)
+    assert step.kv_len.tolist()[0] == (10 if is_right else 2)
 
 
 @checks
@@ -492,7 +492,7 @@ def test_a_span_that_passes_the_window_needs_its_pages(
     for _ in range(2):
         check(step, num_pages, page_size=3, window_left=3, spans_pass=True)
     assert step.row_of_seq.tolist() == [int(is_right), 2, 0]
-    assert step.kv_len.tolist() == [14 if is_right else 1, 14, 1]
+    assert step.kv_len.tolist() == [14 if is_right else 2, 14, 1]
     assert step.counts.tolist() == [2, 4, 41, TOKEN_WITHOUT_PAGE | (0 if is_right else PAGE_NOT_IN_POOL)]
 
 

@@ -352,6 +352,10 @@ class ExternalAttention:
                 slot = publisher.hear()
                 gate.is_filled = False
                 publisher.publish(slot, step, run)
+                if publisher.line.number == 1:
+                    # Numbers begin again after 2**31 - 1, and a watch knows a page's writer by the larger one.
+                    for watch in self._watches:
+                        watch.clear()
                 if isinstance(step.mask, DeviceSpans):
                     self.ops.place_spans(step.mask.of_step, run.step.tensors)
                 if tables.gathered_in_begin:

@@ -258,7 +258,7 @@ class EnginePublisher:
     def publish(self, slot: RingSlot, step: ExternalStep, run: ExternalRun) -> None:
         """Launches the kernel that writes a step's counts, rows and lengths. slot: from hear(), which comes before"""
         line, words, counts = self.line, slot.words, run.to.counts
-        number = (line.number + 1) & INT32_MAX
+        number = line.number % INT32_MAX + 1
         words[0], words[STEP], words[STEP_BEFORE] = step.num_seqs, number, line.number
         # In one statement, so an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (words, counts, number)

@@ -49,13 +49,17 @@ class Engine:
     """An engine of one layer: its table, pages and lengths, which are padded to ROWS sequences in every step.
 
     is_vllm: steps have boundaries, and pads no KV, as vLLM's; if not, new lengths and the number of sequences
+    null_page: whether page 0 is no request's; if not, it is the first page of the first row
     """
 
-    def __init__(self, problem: Problem, monkeypatch: pytest.MonkeyPatch, *, is_vllm: bool) -> None:
+    def __init__(
+        self, problem: Problem, monkeypatch: pytest.MonkeyPatch, *, is_vllm: bool, null_page: bool = True
+    ) -> None:
         self.problem, self.is_vllm, self.random = problem, is_vllm, torch.Generator().manual_seed(5)
         width = ROOM // problem.page_size
         num_pages = 1 + ROWS * width
         self.table = (torch.randperm(num_pages - 1, generator=self.random) + 1).int().view(ROWS, width)
+        self.table[0, 0] *= int(null_page)
         self.rows_of_table = torch.arange(ROWS)
         # Triton serves nothing on a CPU, and AITER no prompts over latent pages in eight bits.
         monkeypatch.setattr(
@@ -63,7 +67,7 @@ class Engine:
         )
         self.attention = ExternalAttention(
             [LayerSource(problem)],
-            TableSource(self.table),
+            TableSource(self.table, null_page=null_page),
             device=CPU,
             bounds=Bounds(num_seqs=ROWS, num_tokens=ROWS * ROOM, kv_len=ROOM, num_pages=num_pages),
             # A page of one token has no tail, so that nothing but new tokens is written there.
@@ -237,3 +241,22 @@ def test_a_lost_sequence_harms_no_other_one(lie: str, new: list[int], engine: En
     assert not out[ends[1] : ends[2]].any()
     with pytest.raises(DeviceFault):
         engine.attention.check_device()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_no_tail_of_a_pad_is_cleared_in_a_page_0_that_a_request_has(
+    is_lost: bool, aiter: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode step with a pad, or with a lost sequence, erased all but the first of the page's tokens, in silence."""
+    engine = Engine(plain_problem(), monkeypatch, is_vllm=True, null_page=False)
+    engine.run([9, 2, 7], 20)
+    engine.write([1, 1, 1])
+    engine.rows_of_table[2] = ROWS if is_lost else 2
+    q, k, v = engine.rows(3, 3 + (not is_lost))
+    engine.attention.begin(
+        ExternalStep.decode(engine.kv_len[: len(q)], num_seqs=3, max_kv_len=ROOM, rows=engine.rows_of_table)
+    )
+    engine.attention.fill()
+    out = engine.forward(q, k, v)
+    for seq in range(3 - is_lost):
+        engine.keep_row(seq, [each[seq : seq + 1] for each in (q, k, v)], out[seq : seq + 1])

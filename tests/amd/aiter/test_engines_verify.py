@@ -243,6 +243,15 @@ def test_a_lost_sequence_harms_no_other_one(lie: str, new: list[int], engine: En
         engine.attention.check_device()
 
 
+def test_a_real_page_0_is_not_read_ahead(aiter: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no request's now, and was never written: each sequence's results were NaN."""
+    engine = Engine(plain_problem(), monkeypatch, is_vllm=True, null_page=False)
+    engine.table[0, 0] = engine.table[ROWS - 1, -1]
+    engine.pages.k[0] = engine.pages.v[0] = float("nan")
+    for new, padded in (([9, 2, 7], 20), ([1, 4, 2], 8), ([1, 1], 2)):
+        engine.run(new, padded)
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_no_tail_of_a_pad_is_cleared_in_a_page_0_that_a_request_has(
     is_lost: bool, aiter: StandIn, monkeypatch: pytest.MonkeyPatch

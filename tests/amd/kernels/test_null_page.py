@@ -26,7 +26,7 @@ REAL, SHORT = TableTerms(null_page=False), TableTerms(null_page=False, short_kv=
 def filled(
     fill: Launch, case: Case, terms: TableTerms, device: torch.device, window_left: int = 2**31 - 1
 ) -> StepTensors:
-    step = replace(tensors(case, device), terms=terms)
+    step = replace(tensors(case, device), terms=terms, pads=Pads(*case.pad))
     fill(step, page_size=case.page_size, window_left=window_left)
     return step
 
@@ -42,6 +42,20 @@ def test_a_real_page_0_is_no_fault(fill: Launch, kernel_device: torch.device) ->
     assert filled(fill, case, TableTerms(), kernel_device, 3).counts[ERROR_WORD] == (
         TOKEN_WITHOUT_PAGE | WINDOW_WITHOUT_PAGE
     )
+
+
+@fills
+def test_no_kernel_that_reads_ahead_or_reads_pads_meets_a_real_page_0(
+    fill: Launch, kernel_device: torch.device
+) -> None:
+    """Nothing may be stored there yet, and 0 * NaN is NaN. Pads have two tokens."""
+    case = Case([(6, 3), (2, 1)], (2, 0), 3, 6, 6, 4, [[0, 5], [7, 0]])
+    step = filled(fill, case, REAL, kernel_device)
+    assert step.page_list.tolist() == [0, 5, 7, 7, 7, 7]
+    assert step.block_table[:2].tolist() == [[0, 5, 7, 7], [7, 7, 7, 7]]
+    assert filled(fill, case, TableTerms(), kernel_device).page_list.tolist() == [0, 5, 7, 0, 0, 0]
+    empty = filled(fill, replace(case, seqs=[(0, 0), (0, 0)]), REAL, kernel_device)
+    assert empty.page_list.tolist() == [0] * 6
 
 
 @fills

@@ -340,7 +340,7 @@ class ExternalAttention:
     def begin(self, step: ExternalStep) -> StepPlan:
         """Plans a step and publishes its lengths to the device. Call it outside of graphs.
 
-        It makes one launch, one more for each copied table, one for a mask of spans, and three for one of cells.
+        It makes one launch, one more for each copied table, and one for a mask of spans.
         Raises BadBatch, NeverFits, WrongState, and what on_fault raises for an earlier step; no step is begun then.
         """
         require_kind("the step", step, ExternalStep, BadBatch)
@@ -352,10 +352,12 @@ class ExternalAttention:
                 slot = publisher.hear()
                 gate.is_filled = False
                 publisher.publish(slot, step, run)
+                if publisher.line.number == 1:
+                    # Numbers begin again after 2**31 - 1, and a watch knows a page's writer by the larger one.
+                    for watch in self._watches:
+                        watch.clear()
                 if isinstance(step.mask, DeviceSpans):
                     self.ops.place_spans(step.mask.of_step, run.step.tensors)
-                elif isinstance(step.mask, BoolCells):
-                    run.note_given_lengths(step, self.tables.max_kv_len)
                 if tables.gathered_in_begin:
                     self._gather(tables.gathered_in_begin, run)
                     tables.note_copies()
@@ -393,8 +395,8 @@ class ExternalAttention:
                     chunk=table.chunk,
                 )
             if isinstance(mask, BoolCells):
-                # A sequence that was cut, or became a pad, keeps its cells: those of the next one follow.
-                torch.sub(run.step.tensors.kv_len, run.given_kv_len, out=run.step.tensors.mask_start)
+                # A sequence that became a pad keeps its cells: those of the next one follow.
+                torch.sub(run.step.tensors.kv_len, run.to.keys_of_cells, out=run.step.tensors.mask_start)
             run.core.fill((run.step,), run.plan)
             if slots is not None:
                 _check_integers("slots", slots, self.device, 1)

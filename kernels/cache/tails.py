@@ -4,8 +4,9 @@
 
 Pages are linear or vectorised, as for the store.
 
-Only sequences with new tokens are handled: they have just written to that page, so no other sequence has it. A page
-that was used before holds another request's keys and values, which may be NaN, and 0 * NaN is NaN.
+Only sequences with new tokens are handled: they have just written to that page, so no other sequence has it. Pads may
+have KV, in row 0, which is no sequence's then: they have written nothing, and page 0 may be another's. A page that was
+used before holds another request's keys and values, which may be NaN, and 0 * NaN is NaN.
 """
 
 import triton
@@ -40,6 +41,7 @@ def _zero_tails_kernel(
     vp_vector,
     G: tl.constexpr,
     FIRST_PAGE: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
 ):
     HEADS_BLOCK: tl.constexpr = G.HEADS_BLOCK
     K_COLUMNS: tl.constexpr = G.K_COLUMNS
@@ -48,8 +50,8 @@ def _zero_tails_kernel(
     length = tl.load(kv_len + seq)
     used = length % G.PAGE_SIZE
     page_no = (length - 1) // G.PAGE_SIZE
-    if (tl.load(q_len + seq) > 0) & (used > 0) & (page_no < table_width):
-        row = tl.load(row_of_seq + seq).to(tl.int64)
+    row = tl.load(row_of_seq + seq).to(tl.int64)
+    if (tl.load(q_len + seq) > 0) & (used > 0) & (page_no < table_width) & (row >= FIRST_ROW):
         page = tl.load(table + row * table_stride + page_no).to(tl.int64)
         if page >= FIRST_PAGE:
             # 64-bit before multiplying: HND layouts have head strides beyond int32.
@@ -100,5 +102,6 @@ def launch_zero_tails(step: StepTensors, pages: LayerPages) -> None:
         *pages.values.cells.stride()[:4],
         G=geometry,
         FIRST_PAGE=1 if step.terms.null_page else 0,
+        FIRST_ROW=1 if step.pads.kv_len else 0,
         num_warps=4,
     )

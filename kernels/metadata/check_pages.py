@@ -5,11 +5,11 @@
     window_no[i] = max(start[i] - window_left, start[i] - start[i] % chunk) // page_size
     first_no[i] = window_no[i]; if spans pass the window, at most (first key of its new tokens' spans) // page_size
 
-If one of them is negative, or num_pages or more, kv_len[i] receives the pads' length and row_of_seq[i] row 0: no kernel
-reads or writes by that row, and the other sequences keep their tokens. PAGE_NOT_IN_POOL in the step's error word
-reports it. Pages before first_no are seen by no token, and may have been given back. From first_no to window_no page 0
-is wrong too, if it belongs to no sequence: an engine has given back a page that a span needs. One that has another
-owner by now looks like a right one.
+If one of them is negative, or num_pages or more, sequence i becomes a pad as in publish_engine.py: no kernel reads or
+writes by its row, and the other sequences keep their tokens. PAGE_NOT_IN_POOL in the step's error word reports it.
+Pages before first_no are seen by no token, and may have been given back. From first_no to window_no page 0 is wrong
+too, if it belongs to no sequence: an engine has given back a page that a span needs. One that has another owner by now
+looks like a right one.
 
 A program has a share of one sequence's pages; the shares follow from the padded sizes, never from the lengths. If one
 has found a wrong page, others of the sequence may meet the pad instead, and leave it unchanged. So the launch may run
@@ -79,7 +79,8 @@ def _check_pages_kernel(
     # The largest published length fits a row.
     pages = tl.where(is_live, tl.minimum(tl.cdiv(length, PAGE_SIZE), table_width), 0)
     # Tokens before the KV, which short sequences have, see no key: their places lose nothing.
-    start = tl.maximum(length - tl.load(q_len + seq), 0)
+    new = tl.load(q_len + seq)
+    start = tl.maximum(length - new, 0)
     window_no = tl.maximum(start - window_left, start - start % chunk) // PAGE_SIZE
     first_no = window_no
     if SPANS_PASS:
@@ -94,7 +95,7 @@ def _check_pages_kernel(
             wrong |= (page == 0) & (page_no < window_no)
         num_wrong += tl.sum((wrong & (page_no < pages)).to(tl.int32), 0)
     if num_wrong > 0:
-        tl.store(kv_len + seq, pad_kv_len)
+        tl.store(kv_len + seq, tl.where(pad_kv_len > 0, tl.maximum(new, pad_kv_len), 0))
         tl.store(row_of_seq + seq, 0)
         tl.atomic_or(counts + _ERROR_WORD, _NOT_IN_POOL, sem="relaxed")
 

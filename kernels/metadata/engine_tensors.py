@@ -37,6 +37,7 @@ class PublishedLengths:
                 for each step; 0 for pads
     kv_len:     [S] pads receive pad_kv_len
     q_len:      [S] pads receive pad_q_len
+    keys_of_cells: [S] receives the lengths by which the engine has laid out its cells, 0 for pads; only with num_cells
     gathered:   whether kernels read a gathered table
     """
 
@@ -45,6 +46,7 @@ class PublishedLengths:
     row_of_seq: Tensor
     kv_len: Tensor
     q_len: Tensor
+    keys_of_cells: Tensor
     pad_kv_len: int
     pad_q_len: int
     gathered: bool
@@ -75,6 +77,7 @@ class LengthBounds:
     num_tokens: T, padded tokens of the step
     page_size:  tokens of a page; used if pages come as lists
     causal:     whether a sequence has no more new tokens than KV
+    num_cells:  cells of a mask that there is room for; 0: the step has no cells
     """
 
     rows: EngineRows
@@ -84,6 +87,7 @@ class LengthBounds:
     num_tokens: int
     page_size: int
     causal: bool
+    num_cells: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ share these names.
 ERROR_WORD = 3  # its place in counts
 
 TOKEN_WITHOUT_PAGE = 1  # a live token's slot lies in page 0: its K and V were dropped
-LENGTH_BEYOND_BOUND = 2  # a length that only the device knew lay outside the host's reservation, and was cut
+LENGTH_BEYOND_BOUND = 2  # a length that only the device knew lay outside its bounds: cut, or an engine's sequence a pad
 SHARED_TOKEN = 8  # a length that only the device knew led to tokens that a row shares with another, and was moved
 NOT_FINITE = 16  # an element of a new token's K or V was infinite or NaN: it was stored as zero
 WINDOW_WITHOUT_PAGE = 4  # the first key that a live token sees lies in page 0: it is read as zero

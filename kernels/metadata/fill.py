@@ -20,9 +20,10 @@
 The last three belong to decode steps, in which a token has the number of its sequence.
 
 Tokens at or past num_tokens receive position 0, last key -1 and slot 0. Tokens at or past q_indptr[S], which are of no
-sequence, receive the last one of S and row 0. Entries after the last page, in page_list and block_table, receive page
-0, a valid page for kernels that read ahead. A token or page beyond its sequence's row of the table, which lengths that
-only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0 sets
+sequence, receive the last one of S and row 0. Entries after the last page, in page_list and block_table, receive page 0
+for kernels that read ahead, or if it is a real page, which may hold NaN, the last page of the last live sequence. So do
+the entries in page_list of pads that have KV. A token or page beyond its sequence's row of the table, which lengths
+that only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0 sets
 TOKEN_WITHOUT_PAGE in the error word, and one whose window or chunk begins there sets WINDOW_WITHOUT_PAGE. Where page 0
 is a real page (TableTerms), slots of pads and of tokens without a page are -1.
 
@@ -153,11 +154,11 @@ def _fill_kernel(
     elif row_share < 0:
         if WITH_PAGE_LIST:
             share = Share(list_share, list_shares)
-            write_page_list(share, seqs, request_table, page_list, page_list_len, PAGE_SIZE)
+            write_page_list(share, seqs, request_table, page_list, page_list_len, PAGE_SIZE, NULL_PAGE, PADS_HAVE_KV)
     else:
         if WITH_BLOCK_TABLE:
             dense_table = TableRole(block_table, block_table_stride, block_table_width)
-            write_block_table(Share(row_share, row_shares), seqs, request_table, dense_table, PAGE_SIZE)
+            write_block_table(Share(row_share, row_shares), seqs, request_table, dense_table, PAGE_SIZE, NULL_PAGE)
 
 
 # The kernel's tensors, in the order in which it takes them.

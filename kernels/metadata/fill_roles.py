@@ -237,8 +237,30 @@ def write_tokens(
 
 
 @triton.jit
-def write_page_list(share, seqs, table, page_list, page_list_len, PAGE_SIZE: tl.constexpr):
+def _page_to_read_ahead(seqs, table, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr):
+    """Page 0 if it is zero. If not, it may hold NaN, and the last page of the last sequence holds its tokens."""
+    page = 0
+    if not NULL_PAGE:
+        last = tl.maximum(tl.load(seqs.counts) - 1, 0)
+        pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + last), PAGE_SIZE), table.width)
+        line = table.entries + tl.load(seqs.row_of_seq + last).to(tl.int64) * table.stride
+        page = tl.where(pages > 0, tl.load(line + tl.maximum(pages, 1) - 1), 0)
+    return page
+
+
+@triton.jit
+def write_page_list(
+    share,
+    seqs,
+    table,
+    page_list,
+    page_list_len,
+    PAGE_SIZE: tl.constexpr,
+    NULL_PAGE: tl.constexpr,
+    PADS_HAVE_KV: tl.constexpr,
+):
     """A share of one sequence's pages, and one of the entries after all sequences."""
+    ahead = _page_to_read_ahead(seqs, table, PAGE_SIZE, NULL_PAGE)
     seq = share.id // share.of
     before, total = _units_around(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
     pages = _units(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
@@ -249,21 +271,24 @@ def write_page_list(share, seqs, table, page_list, page_list_len, PAGE_SIZE: tl.
         # has its newest token past it, which write_tokens reports.
         live = page_no < pages
         page = tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)
+        if PADS_HAVE_KV:
+            page = tl.where(row == 0, ahead, page)
         tl.store(page_list + before + page_no, page, mask=live & (before + page_no < page_list_len))
     for first in range(total + share.id * _PAGES, page_list_len, seqs.num * share.of * _PAGES):
         entry = first + tl.arange(0, _PAGES)
-        tl.store(page_list + entry, tl.zeros([_PAGES], tl.int32), mask=entry < page_list_len)
+        tl.store(page_list + entry, tl.zeros([_PAGES], tl.int32) + ahead, mask=entry < page_list_len)
 
 
 @triton.jit
-def write_block_table(share, seqs, table, block_table, PAGE_SIZE: tl.constexpr):
+def write_block_table(share, seqs, table, block_table, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr):
     """A share of one sequence's row of another table."""
+    ahead = _page_to_read_ahead(seqs, table, PAGE_SIZE, NULL_PAGE)
     seq = share.id // share.of
     # Pages past the table are left out for the reason given in write_page_list.
     pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + seq), PAGE_SIZE), table.width)
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
     for first in range((share.id % share.of) * _PAGES, block_table.width, share.of * _PAGES):
         page_no = first + tl.arange(0, _PAGES)
-        page = tl.load(table.entries + row * table.stride + page_no, mask=page_no < pages, other=0)
+        page = tl.load(table.entries + row * table.stride + page_no, mask=page_no < pages, other=ahead)
         cell = block_table.entries + seq.to(tl.int64) * block_table.stride + page_no
         tl.store(cell, page, mask=page_no < block_table.width)

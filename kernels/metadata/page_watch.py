@@ -27,6 +27,11 @@ class PageWatch:
     pages: Tensor
     rows: Tensor
 
+    def clear(self) -> None:
+        """Forgets everything, as in a new watch."""
+        for words in (self.entries, self.pages, self.rows):
+            words.zero_()
+
     @classmethod
     def of(cls, num_rows: int, width: int, num_pages: int, device: torch.device) -> PageWatch:
         """Returns a watch in which nothing was named or written yet."""

@@ -102,7 +102,9 @@ class TileCut:
         # The rows of a sequence are consecutive: its tiles are, and all but the last are full.
         token = torch.arange(num_tokens, device=args.q.device)
         row = self.first[seq_of_token] * tile_len + token - self.q_indptr[seq_of_token]
-        row_of_token = torch.where(is_token, row, 0)
+        row_of_token = torch.where(is_token, row, 0).clamp(max=self.token.numel() - 1)
+        # A lost sequence may have more tokens than max_q_len has tiles for: the others see nothing.
+        is_token &= self.token.flatten()[row_of_token] == token
         result = result.flatten(0, 1).to(args.out.dtype)[row_of_token]
         args.out.copy_(torch.where(is_token[:, None, None], result, 0))
         if args.lse is not None and lse is not None:
@@ -116,7 +118,7 @@ def tile_cut(queries: Queries, tile_len: int) -> TileCut:
     most_of_seq = max(-(-queries.max_q_len // tile_len), 1)
     num_tiles = min(queries.num_tokens // tile_len + num_seqs, num_seqs * most_of_seq)
     q_len = queries.q_indptr.diff()
-    tiles_of_seq = (q_len + (tile_len - 1)) // tile_len
+    tiles_of_seq = ((q_len + (tile_len - 1)) // tile_len).clamp(max=most_of_seq)
     end = tiles_of_seq.cumsum(0)
     tile = torch.arange(num_tiles, device=device)
     seq = torch.searchsorted(end, tile, right=True).clamp(max=num_seqs - 1)

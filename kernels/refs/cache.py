@@ -107,6 +107,8 @@ def zero_tails(step: StepTensors, pages: LayerPages) -> None:
     page_no = (kv_len - 1).clamp(min=0) // page_size
     page = table[step.row_of_seq.long(), page_no.clamp(max=table.shape[1] - 1).long()]
     live = (step.q_len > 0) & (kv_len > 0) & (page_no < table.shape[1]) & (page >= (1 if step.terms.null_page else 0))
+    if step.pads.kv_len:
+        live &= step.row_of_seq > 0
     any_live = live.any()
     source = torch.where(live, torch.arange(len(live), device=live.device), live.int().argmax())
     used = torch.where(any_live, (kv_len - page_no * page_size)[source], page_size)

@@ -6,7 +6,6 @@ from torch import Tensor
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
     Q_EACH_ONE,
-    Q_LENGTHS,
     EngineLengths,
     GatherSource,
     LengthBounds,
@@ -36,43 +35,45 @@ def publish_engine(
     row = seq if given.rows is None else given.rows[:num_seqs].long()
     in_table = (row >= 0) & (row < bounds.rows.num)
     row = torch.where(in_table, row, 0)
-    length = torch.where(in_table, given.kv_len[:num_seqs].long(), 0)
-    bound = torch.full_like(length, bounds.kv_len)
+    length, bound = given.kv_len[:num_seqs].long(), torch.full_like(seq, bounds.kv_len)
     lists = bounds.rows.csr_indptr
     if lists is not None:
         pages = lists[row + 1].long() - lists[row].long()
-        bound = bound.minimum(pages * bounds.page_size).clamp(min=0)
-    kept = length.clamp(min=0).minimum(bound)
-    new = _new_tokens(given, num_seqs)
-    taken = new.clamp(0, min(bounds.max_q_len, bounds.num_tokens))
-    is_live = in_table & (kept > 0)
-    if given.q_form == Q_EACH_ONE:
-        taken = torch.ones_like(taken)
-    elif bounds.causal:
-        taken = torch.where(is_live, taken.minimum(kept), taken)
-    else:
-        is_live = in_table & ((kept > 0) | (taken > 0))
-    room = bounds.num_tokens - (taken.cumsum(0) - taken)
-    taken = taken.minimum(room.clamp(min=0))
-    few = (taken > 0) & (taken < bounds.min_q_len)
-    cut = (in_table & ((kept != length) | (is_live & ((taken != new) | few)))).any()
-    if bounds.min_q_len == bounds.max_q_len == 1:
-        cut |= (is_live & (taken > 0) & (taken.cumsum(0) != seq + 1)).any()
+        bound = bound.minimum(pages * bounds.page_size)
+    within = (length >= 0) & (length <= bound)
+    new, token_end = _new_tokens(given, num_seqs, bounds.num_tokens)
+    taken = token_end.diff(prepend=seq.new_zeros(1))
+    fits = within & (taken == new) & (new <= bounds.max_q_len)
+    if bounds.num_cells:
+        keys = length.clamp(0, ALL_KEYS)
+        has_room = (taken * keys).cumsum(0) <= bounds.num_cells
+        fits &= has_room
+        to.keys_of_cells.zero_()
+        to.keys_of_cells[:num_seqs].copy_(torch.where(has_room, keys, 0))
+    has_kv = in_table & (length > 0)
+    if given.q_form != Q_EACH_ONE and bounds.causal:
+        fits &= new <= length
+    elif given.q_form != Q_EACH_ONE:
+        has_kv = in_table & ((length > 0) | (new > 0))
+    is_live = has_kv & fits
+    few = (new > 0) & (new < bounds.min_q_len)
+    cut = ((in_table & ~within) | (has_kv & (~fits | few))).any()
     if given.q_form == Q_BOUNDARIES and num_seqs:
         assert given.q is not None
         cut |= given.q[0] != 0
     if given.q_form != Q_EACH_ONE:
         live_after = is_live.flip(0).cumsum(0).flip(0) > 0
-        cut |= (in_table & ~is_live & (new != 0) & live_after).any()
-    stored, named = row[(kept > 0) & (taken > 0) & (given.rows is not None)], bounds.rows.named
+        cut |= (in_table & ~has_kv & (new != 0) & live_after).any()
+    stored, named = row[is_live & (length > 0) & (taken > 0) & (given.rows is not None)], bounds.rows.named
     is_twice = len(stored.unique()) < len(stored)
     named[stored] = slot[STEP].to(named.device)
     own_row = seq + 1 if to.gathered else row
+    of_pad = taken.clamp(to.pad_kv_len, bounds.kv_len) if to.pad_kv_len else 0
     pads = num_padded - num_seqs
     for buffer, values, pad in (
         (to.engine_row, torch.where(is_live, row, 0), 0),
         (to.row_of_seq, torch.where(is_live, own_row, 0), 0),
-        (to.kv_len, torch.where(is_live, kept, to.pad_kv_len), to.pad_kv_len),
+        (to.kv_len, torch.where(is_live, length, of_pad), to.pad_kv_len),
         (to.q_len, taken, to.pad_q_len),
     ):
         buffer.copy_(torch.cat([values, values.new_full((pads,), pad)]))
@@ -81,17 +82,20 @@ def publish_engine(
     error |= is_twice * ROW_TWICE
     to.counts.copy_(slot[:COUNT_WORDS])
     to.counts[0] = torch.cat([nothing, torch.where(is_live, seq + 1, 0)]).amax()
-    to.counts[1] = torch.cat([nothing, torch.where(is_live, taken.cumsum(0), 0)]).amax()
+    to.counts[1] = torch.cat([nothing, torch.where(is_live, token_end, 0)]).amax()
     to.counts[ERROR_WORD] = error
 
 
-def _new_tokens(given: EngineLengths, num_seqs: int) -> Tensor:
-    """New tokens of each sequence, as the engine gives them, int64."""
-    if given.q is None:
-        return torch.ones(num_seqs, dtype=torch.int64, device=given.kv_len.device)
-    if given.q_form == Q_LENGTHS:
-        return given.q[:num_seqs].long()
-    return given.q[: num_seqs + 1].long().diff()
+def _new_tokens(given: EngineLengths, num_seqs: int, most: int) -> tuple[Tensor, Tensor]:
+    """New tokens of each sequence, as the engine gives them, and their ends among the step's; int64 both."""
+    if given.q_form == Q_BOUNDARIES:
+        assert given.q is not None
+        boundaries = given.q[: num_seqs + 1].long()
+        ends = boundaries[1:]
+        return boundaries.diff(), torch.where(ends <= most, ends, 0).clamp(min=0).cummax(0).values
+    ones = torch.ones(num_seqs, dtype=torch.int64, device=given.kv_len.device)
+    new = ones if given.q is None else given.q[:num_seqs].long()
+    return new, new.clamp(0, most).cumsum(0).clamp(max=most)
 
 
 def gather_table(source: GatherSource, engine_row: Tensor, kv_len: Tensor, table: Tensor, *, page_size: int) -> None:
@@ -138,7 +142,8 @@ def check_pages(
     if step.terms.null_page:
         is_none |= (page == 0) & (page_no < window_no[:, None])
     is_wrong = (looked_at & is_none).any(1)
-    step.kv_len.masked_fill_(is_wrong, step.pads.kv_len)
+    of_pad = step.q_len.clamp(min=step.pads.kv_len) if step.pads.kv_len else 0
+    step.kv_len.copy_(torch.where(is_wrong, of_pad, step.kv_len))
     step.row_of_seq.masked_fill_(is_wrong, 0)
     step.counts[ERROR_WORD].bitwise_or_(is_wrong.any().to(torch.int32) * PAGE_NOT_IN_POOL)
 

@@ -327,14 +327,27 @@ def _write_page_list(step: StepTensors, first_entry: Tensor, pages: Tensor) -> N
     live = seq < num_seqs
     seq = seq.clamp(max=num_seqs - 1)
     page_no = torch.where(live, entry - first_entry[seq], 0)
-    step.page_list.copy_(torch.where(live, _pages_at(step, step.row_of_seq[seq], page_no, 0), 0))
+    ahead, row = _page_to_read_ahead(step, pages), step.row_of_seq[seq]
+    if step.pads.kv_len:
+        live &= row > 0
+    step.page_list.copy_(torch.where(live, _pages_at(step, row, page_no, 0), ahead))
 
 
 def _write_block_table(step: StepTensors, pages: Tensor) -> None:
     width = min(step.block_table.shape[1], step.table.shape[1])
     live = torch.arange(width, device=step.counts.device) < pages[:, None]
-    step.block_table[:, width:].zero_()
-    step.block_table[:, :width].copy_(torch.where(live, step.table[step.row_of_seq.long(), :width], 0))
+    ahead = _page_to_read_ahead(step, pages)
+    step.block_table[:, width:].copy_(ahead)
+    step.block_table[:, :width].copy_(torch.where(live, step.table[step.row_of_seq.long(), :width], ahead))
+
+
+def _page_to_read_ahead(step: StepTensors, pages: Tensor) -> Tensor:
+    """int32 [1]: see fill_roles.py. pages: of each sequence"""
+    if step.terms.null_page:
+        return pages.new_zeros(1)
+    last = (step.counts[:1] - 1).clamp(min=0)
+    page_no = pages[last].clamp(max=step.table.shape[1]) - 1
+    return torch.where(page_no < 0, 0, step.table[step.row_of_seq[last].long(), page_no.clamp(min=0).long()])
 
 
 def _write_groups(step: StepTensors, page_size: int) -> None:

@@ -23,12 +23,15 @@ _MANIFEST, _INDEX, _PATHS = "manifest.json", "__grp__", "child_paths"
 # The folder of an entry and a file in it; neither "." nor "..", and nothing that leaves the folder.
 _NAME = re.compile(r"\w[\w+=-]*/\w[\w.+=-]*")
 
+# JSON of another form than that of this file raises these where its values are read.
+_NOT_AS_WRITTEN = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
 
 def save_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
     """Writes all entries of a cache to a bundle, which appears when it is whole; returns the number of their files.
 
     facts: conditions under which the kernels can be used, as arch and Triton's release
-    Raises OSError.
+    Raises OSError, and BadSetting for a damaged entry.
     """
     contents = {
         str(path.relative_to(cache)): _without_folder(path) for path in sorted(cache.glob("*/*")) if path.name != "lock"
@@ -60,7 +63,7 @@ def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
     for name in sorted(contents, key=lambda name: _is_index(name)):
         to = cache / name
         to.parent.mkdir(parents=True, exist_ok=True)
-        content = _index_in(str(to.parent), contents[name]) if _is_index(name) else contents[name]
+        content = _index_in(str(to.parent), contents[name], name) if _is_index(name) else contents[name]
         with whole_file(to) as part:
             part.write_bytes(content)
     return len(contents)
@@ -71,15 +74,18 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, bytes]]:
     try:
         with tarfile.open(file, "r:gz") as bundle:
             manifest = json.loads(_content(bundle, _MANIFEST))
-            contents = {name: _content(bundle, name) for name in manifest["files"]}
-    except (tarfile.TarError, zlib.error, EOFError, ValueError, LookupError, TypeError) as error:
+            facts, digests = dict(manifest["facts"]), dict(manifest["files"])
+            contents = {name: _content(bundle, name) for name in digests}
+    except (tarfile.TarError, zlib.error, EOFError, *_NOT_AS_WRITTEN) as error:
         raise BadSetting(f"{file} is no bundle of kernels: {error}") from None
     for name, content in contents.items():
         if not _NAME.fullmatch(name):
             raise BadSetting(f"{file} is no bundle of kernels: {name!r} is no file of an entry of a cache")
-        if hashlib.sha256(content).hexdigest() != manifest["files"][name]:
+        if hashlib.sha256(content).hexdigest() != digests[name]:
             raise BadSetting(f"{file} is damaged: {name} is not the file that was packed; copy the bundle again")
-    return manifest["facts"], contents
+        if _is_index(name):
+            _index_in("", content, f"{file}: {name}")
+    return facts, contents
 
 
 def _content(bundle: tarfile.TarFile, name: str) -> bytes:
@@ -97,14 +103,18 @@ def _is_index(name: str) -> bool:
 
 def _without_folder(path: Path) -> bytes:
     """The content of a cache's file; an index has names in place of paths."""
-    return _index_in("", path.read_bytes()) if path.name.startswith(_INDEX) else path.read_bytes()
+    content = path.read_bytes()
+    return _index_in("", content, str(path)) if path.name.startswith(_INDEX) else content
 
 
-def _index_in(folder: str, index: bytes) -> bytes:
-    """An index whose files are in another folder; "": as names."""
-    old = json.loads(index)
-    paths = {name: os.path.join(folder, os.path.basename(child)) for name, child in old[_PATHS].items()}
-    return json.dumps(old | {_PATHS: paths}).encode()
+def _index_in(folder: str, index: bytes, named: str) -> bytes:
+    """An index whose files are in another folder; "": as names. Raises BadSetting if it is none."""
+    try:
+        old = json.loads(index)
+        paths = {name: os.path.join(folder, os.path.basename(child)) for name, child in dict(old[_PATHS]).items()}
+        return json.dumps(old | {_PATHS: paths}).encode()
+    except _NOT_AS_WRITTEN as error:
+        raise BadSetting(f"{named} is no index of compiled kernels ({error}); remove it, and compile again") from None
 
 
 def _in_words(facts: Mapping[str, str]) -> str:

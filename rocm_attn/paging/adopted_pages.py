@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadProblem, BadTensor, NeverFits, WrongState, no_such_layer
 from rocm_attn.kernels.cache.layer_pages import NEAR, LayerPages
 from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
@@ -275,6 +276,11 @@ class AdoptedPages:
             if len(side) > self._num_pages:
                 raise NeverFits(
                     f"the {name} are {len(side)}, and kernels were chosen for {self._num_pages}; raise num_pages"
+                )
+            if len(side) * wanted.page_size > INT32_MAX:
+                raise NeverFits(
+                    f"the {name} are {len(side)} of {wanted.page_size} tokens each, which overflow an int32 slot id; "
+                    f"give at most {INT32_MAX // wanted.page_size}"
                 )
             if side.stride(-1) != 1:
                 raise BadTensor(f"the {name} have stride {side.stride(-1)} within a row; it must be 1")

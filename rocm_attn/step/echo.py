@@ -39,8 +39,8 @@ _WHAT = {
     WINDOW_WITHOUT_PAGE: "the first key that a new token sees was in a page that its row no longer holds, and was "
     "read as zero; evict only up to the device's lengths, or look for code that changed the "
     "table there",
-    LENGTH_BEYOND_BOUND: "a length on the device was outside of 0 <= q_len <= kv_len <= its bound and was clamped; "
-    "give the batch larger bounds, or look for code that wrote the lengths",
+    LENGTH_BEYOND_BOUND: "a length on the device was outside of 0 <= q_len <= kv_len <= its bound and was clamped, or "
+    "its sequence was treated as padding; give the batch larger bounds, or look for code that wrote the lengths",
     NOT_FINITE: "K or V of a new token was infinite or NaN and was stored as zero, because it would have spread to "
     "tokens that do not see it; look for an overflow in the model, or compute in a dtype with a wider "
     "range",

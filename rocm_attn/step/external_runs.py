@@ -35,11 +35,7 @@ _MOST_KEPT = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternalRun:
-    """How steps of one shape run, and in which memory.
-
-    layers:       their layer calls, which check no step
-    given_kv_len: int32 [S], the lengths by which the engine has laid out its cells; 0 for pads
-    """
+    """How steps of one shape run, and in which memory. layers: their layer calls, which check no step"""
 
     core: StepCore
     plan: StepPlan
@@ -47,16 +43,6 @@ class ExternalRun:
     layers: LayerCalls
     to: PublishedLengths
     bounds: LengthBounds
-    given_kv_len: Tensor
-
-    def note_given_lengths(self, step: ExternalStep, most: int) -> None:
-        """Keeps the lengths that a step of cells was given, whatever the device then makes of them.
-
-        most: a row's tokens, for which there is room
-        """
-        self.given_kv_len.zero_()
-        self.given_kv_len[: step.num_seqs].copy_(step.kv_len[: step.num_seqs])
-        self.given_kv_len.clamp_(0, most)
 
 
 class ExternalRuns:
@@ -80,7 +66,7 @@ class ExternalRuns:
     ) -> None:
         self._cores, self._tables, self._selections, self._has_cells = cores, tables, selections, has_cells
         self._num_seqs, self._num_tokens = num_seqs, num_tokens
-        self._engine_row, self._given_kv_len = torch.zeros(2, num_seqs, dtype=torch.int32, device=tables.device)
+        self._engine_row, self._keys_of_cells = torch.zeros(2, num_seqs, dtype=torch.int32, device=tables.device)
         kernels = [each for core in cores.values() for s in core.selections for each in s.kernels.values()]
         self._bakes_kv_len = any(Baked.MAX_KV_LEN in kernel.entry.bakes for kernel in kernels)
         self._captured: dict[tuple[object, ...], ExternalRun] = {}
@@ -158,6 +144,7 @@ class ExternalRuns:
             num_tokens=shape.num_tokens,
             page_size=tables.page_size,
             causal=not tables.short_kv or any(problem.causal for problem in core.kinds.problems),
+            num_cells=32 * tensors.mask_words.numel() if isinstance(step.mask, BoolCells) else 0,
         )
         to = PublishedLengths(
             counts=tensors.counts,
@@ -165,13 +152,14 @@ class ExternalRuns:
             row_of_seq=tensors.row_of_seq,
             kv_len=tensors.kv_len,
             q_len=tensors.q_len,
+            keys_of_cells=self._keys_of_cells[: shape.num_seqs],
             pad_kv_len=plan.pads.kv_len,
             pad_q_len=plan.pads.q_len,
             gathered=tables.gathered,
         )
         # The gate finds the run of the step, which may run: its layers check nothing.
         layers = StepLayers(core.layers, views, plan, lambda: None, NO_STORES, self._selections, 0)
-        return ExternalRun(core, plan, views, layers, to, bounds, self._given_kv_len[: shape.num_seqs])
+        return ExternalRun(core, plan, views, layers, to, bounds)
 
     def _new_views(self, core: StepCore, plan: StepPlan) -> DeviceStep:
         """Views of the memory of steps of a plan. Raises NeverFits."""
@@ -270,7 +258,7 @@ class EnginePublisher:
     def publish(self, slot: RingSlot, step: ExternalStep, run: ExternalRun) -> None:
         """Launches the kernel that writes a step's counts, rows and lengths. slot: from hear(), which comes before"""
         line, words, counts = self.line, slot.words, run.to.counts
-        number = (line.number + 1) & INT32_MAX
+        number = line.number % INT32_MAX + 1
         words[0], words[STEP], words[STEP_BEFORE] = step.num_seqs, number, line.number
         # In one statement, so an interrupt comes before all of it or after.
         words[ECHO], self._launching = NO_ECHO, (words, counts, number)

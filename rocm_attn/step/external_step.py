@@ -142,7 +142,7 @@ class ExternalStep:
     mask:          the keys that tokens see, in layers with custom_mask
     causality:     for all layers of the step
 
-    Lengths beyond the bounds are clipped on the device, and reported as a fault. Raises BadBatch, BadTensor.
+    A sequence with lengths beyond the bounds becomes padding, and is reported as a fault. Raises BadBatch, BadTensor.
     """
 
     num_seqs: int

@@ -1,6 +1,6 @@
-"""Verify steps of engines, by ExternalAttention over AITER's kernels: even, uneven and padded, eager and replayed."""
+"""Steps of engines over AITER's kernels: verify steps, eager and replayed, and any with a sequence that is lost."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -11,6 +11,7 @@ from torch import Tensor
 import rocm_attn.external
 from rocm_attn.batch.step_kinds import FEW_TOKENS, StepKind
 from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.errors import DeviceFault
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.paging.adopted import TableSource
@@ -20,7 +21,15 @@ from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.step.external_step import Boundaries, ExternalStep, NewLengths
 from rocm_attn.step.plan import StepPlan
 from tests.amd.aiter.eight_bit_world import held_exactly
-from tests.amd.aiter.serving import CPU, GFX942, in_eight_bits, latent_problem, partly_torch, vectorised_problem
+from tests.amd.aiter.serving import (
+    CPU,
+    GFX942,
+    in_eight_bits,
+    latent_problem,
+    partly_torch,
+    plain_problem,
+    vectorised_problem,
+)
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.tolerances import assert_attention_close
@@ -40,19 +49,25 @@ class Engine:
     """An engine of one layer: its table, pages and lengths, which are padded to ROWS sequences in every step.
 
     is_vllm: steps have boundaries, and pads no KV, as vLLM's; if not, new lengths and the number of sequences
+    null_page: whether page 0 is no request's; if not, it is the first page of the first row
     """
 
-    def __init__(self, problem: Problem, monkeypatch: pytest.MonkeyPatch, *, is_vllm: bool) -> None:
+    def __init__(
+        self, problem: Problem, monkeypatch: pytest.MonkeyPatch, *, is_vllm: bool, null_page: bool = True
+    ) -> None:
         self.problem, self.is_vllm, self.random = problem, is_vllm, torch.Generator().manual_seed(5)
         width = ROOM // problem.page_size
         num_pages = 1 + ROWS * width
+        self.table = (torch.randperm(num_pages - 1, generator=self.random) + 1).int().view(ROWS, width)
+        self.table[0, 0] *= int(null_page)
+        self.rows_of_table = torch.arange(ROWS)
         # Triton serves nothing on a CPU, and AITER no prompts over latent pages in eight bits.
         monkeypatch.setattr(
             rocm_attn.external, "choose_kernels", lambda problems, *_, **__: tuple(map(partly_torch, problems))
         )
         self.attention = ExternalAttention(
             [LayerSource(problem)],
-            TableSource((torch.randperm(num_pages - 1, generator=self.random) + 1).int().view(ROWS, width)),
+            TableSource(self.table, null_page=null_page),
             device=CPU,
             bounds=Bounds(num_seqs=ROWS, num_tokens=ROWS * ROOM, kv_len=ROOM, num_pages=num_pages),
             # A page of one token has no tail, so that nothing but new tokens is written there.
@@ -100,7 +115,7 @@ class Engine:
         q = Boundaries(self.ends) if self.is_vllm else NewLengths(self.new)
         count = ROWS if self.is_vllm else len(new)
         return self.attention.begin(
-            ExternalStep(count, ROWS, padded, self.kv_len, q, None, 1, most, ROOM, captured=captured)
+            ExternalStep(count, ROWS, padded, self.kv_len, q, self.rows_of_table, 1, most, ROOM, captured=captured)
         )
 
     def run(self, new: Sequence[int], padded: int) -> StepPlan:
@@ -120,16 +135,20 @@ class Engine:
     def keep(self, new: Sequence[int], given: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """Records the rows that were stored, and compares a step's outputs with the float64 reference."""
         q, k, v = (torch.split(each, [*new, len(out) - sum(new)]) for each in given)
-        problem, is_coded = self.problem, self.problem.kv_scales is not Scales.NONE
-        for row, (count, found) in enumerate(zip(new, torch.split(out, [*new, len(out) - sum(new)]), strict=False)):
-            self.k[row], self.v[row] = (torch.cat([a[row], b[row]]) for a, b in ((self.k, k), (self.v, v)))
-            queries = q[row].to(problem.page_format.encoding.dtype) if is_coded else q[row]
-            scores = Scores(problem.scale, window_left=problem.window_left)
-            rows, keys, values = (each.double().numpy() for each in (queries, self.k[row], self.v[row]))
-            want, _ = attention(rows, keys, values, scores)
-            assert_attention_close(found, torch.from_numpy(want), problem.dtype, eight_bit_products=is_coded)
-            assert len(found) == count
+        for row, found in enumerate(torch.split(out, [*new, len(out) - sum(new)])[:-1]):
+            self.keep_row(row, [each[row] for each in (q, k, v)], found)
         assert bool((out[sum(new) :] == 0).all())
+
+    def keep_row(self, row: int, given: Sequence[Tensor], found: Tensor) -> None:
+        """Does the same for one sequence."""
+        problem, is_coded = self.problem, self.problem.kv_scales is not Scales.NONE
+        q, k, v = given
+        self.k[row], self.v[row] = torch.cat([self.k[row], k]), torch.cat([self.v[row], v])
+        queries = q.to(problem.page_format.encoding.dtype) if is_coded else q
+        scores = Scores(problem.scale, window_left=problem.window_left)
+        rows, keys, values = (each.double().numpy() for each in (queries, self.k[row], self.v[row]))
+        want, _ = attention(rows, keys, values, scores)
+        assert_attention_close(found, torch.from_numpy(want), problem.dtype, eight_bit_products=is_coded)
 
 
 @pytest.fixture
@@ -188,3 +207,65 @@ def test_one_graph_of_an_engine_serves_even_and_uneven_verify_steps(
 def test_a_captured_step_that_may_have_more_tokens_than_a_verify_step_is_none(engine: Engine) -> None:
     engine.attention.seal()
     assert engine.begin([], ROWS * 8, 8, captured=True).shape.kind is StepKind.MIXED
+
+
+LOST: Mapping[str, Callable[[Engine], None]] = {
+    "no row": lambda engine: engine.rows_of_table.__setitem__(1, ROWS),
+    "no KV": lambda engine: engine.kv_len.__setitem__(1, 0),
+    "fewer keys than tokens": lambda engine: engine.kv_len.__setitem__(1, engine.new[1] - 1),
+    "more keys than a row": lambda engine: engine.kv_len.__setitem__(1, ROOM + 1),
+    "no page": lambda engine: engine.table.__setitem__((1, 0), -1),
+}
+LAYERS = {**{name: problem for name, (problem, _) in PROBLEMS.items()}, "plain": plain_problem()}
+
+
+@pytest.mark.fast(4)
+@pytest.mark.parametrize("problem", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("new", [[1, 1, 1], [3, 2, 4], [5, 7, 2], [3, 9, 4]], ids=str)
+@pytest.mark.parametrize("lie", LOST)
+@pytest.mark.parametrize("is_vllm", [True], ids=["vllm"])
+def test_a_lost_sequence_harms_no_other_one(lie: str, new: list[int], engine: Engine, aiter: StandIn) -> None:
+    """It has a key for each new token, as functions need, and maybe more tokens than max_seqlen_q, where grids end."""
+    for name in ("mha_batch_prefill_func", "unified_attention", "mla_prefill_fwd"):
+        aiter.change(name, lambda call: {"max_seqlen_q": max(max(new), call["max_seqlen_q"])})
+    engine.write(new)
+    LOST[lie](engine)
+    given = engine.rows(sum(new), sum(new))
+    engine.begin(new, sum(new), min(8, max(new)), captured=False)
+    engine.attention.fill()
+    out = engine.forward(*given)
+    ends = [0, *accumulate(new)]
+    for seq in (0, 2):
+        here = slice(ends[seq], ends[seq + 1])
+        engine.keep_row(seq, [each[here] for each in given], out[here])
+    assert not out[ends[1] : ends[2]].any()
+    with pytest.raises(DeviceFault):
+        engine.attention.check_device()
+
+
+def test_a_real_page_0_is_not_read_ahead(aiter: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no request's now, and was never written: each sequence's results were NaN."""
+    engine = Engine(plain_problem(), monkeypatch, is_vllm=True, null_page=False)
+    engine.table[0, 0] = engine.table[ROWS - 1, -1]
+    engine.pages.k[0] = engine.pages.v[0] = float("nan")
+    for new, padded in (([9, 2, 7], 20), ([1, 4, 2], 8), ([1, 1], 2)):
+        engine.run(new, padded)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_no_tail_of_a_pad_is_cleared_in_a_page_0_that_a_request_has(
+    is_lost: bool, aiter: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode step with a pad, or with a lost sequence, erased all but the first of the page's tokens, in silence."""
+    engine = Engine(plain_problem(), monkeypatch, is_vllm=True, null_page=False)
+    engine.run([9, 2, 7], 20)
+    engine.write([1, 1, 1])
+    engine.rows_of_table[2] = ROWS if is_lost else 2
+    q, k, v = engine.rows(3, 3 + (not is_lost))
+    engine.attention.begin(
+        ExternalStep.decode(engine.kv_len[: len(q)], num_seqs=3, max_kv_len=ROOM, rows=engine.rows_of_table)
+    )
+    engine.attention.fill()
+    out = engine.forward(q, k, v)
+    for seq in range(3 - is_lost):
+        engine.keep_row(seq, [each[seq : seq + 1] for each in (q, k, v)], out[seq : seq + 1])

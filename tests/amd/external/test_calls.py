@@ -19,6 +19,7 @@ from rocm_attn.errors import (
     BadTensor,
     CapacityExceeded,
     DeviceFault,
+    NeverFits,
     Unsupported,
     WrongState,
 )
@@ -316,6 +317,19 @@ def test_kernels_that_need_more_are_refused_with_reasons() -> None:
     text = str(refused.value)
     assert "aiter.paged_attention_ragged: it needs contiguous pages, and these may have other strides" in text
     assert "aiter.unified_attention: the tail of a sequence's last page must be zeroed for it" in text
+
+
+def test_pages_whose_slots_are_no_int32_are_refused(device: torch.device) -> None:
+    """A sequence's slot was that of another one, 2**32 slots before it."""
+    bounds = Bounds(num_seqs=1, kv_len=16, num_pages=2**31 - 1)
+    table = TableSource(torch.zeros(1, 1, dtype=torch.int32, device=device))
+    options = ExternalOptions(provider="torch", page_strides=True)
+    layer = LayerSource(problem(v_head_dim=DIM))
+    attention = ExternalAttention([layer], table, device=device, bounds=bounds, options=options)
+    pages = torch.zeros(1, PAGE, KV_HEADS, DIM, device=device).expand(2**27, -1, -1, -1)
+    with pytest.raises(NeverFits, match=r"134217728 of 16 tokens each, which overflow .*give at most 134217727"):
+        attention.pages.bind(0, pages, pages)
+    attention.pages.bind(0, pages[1:], pages[1:])
 
 
 def test_pages_that_kernels_cannot_read_are_refused(device: torch.device, provider: str) -> None:

@@ -16,6 +16,7 @@ from rocm_attn.paging.adopted import CsrSource, TableSource
 from rocm_attn.step.external_step import (
     NO_CELLS,
     BoolCells,
+    Boundaries,
     ExternalStep,
 )
 from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, V_DIM
@@ -50,38 +51,61 @@ def test_cells_of_a_sequence_whose_page_does_not_exist_stay_its_own(device: torc
         ("no row", "a row that was given lies outside of the table"),
         ("no KV", "a length on the device was outside"),
         ("short list", "a length on the device was outside"),
+        ("few keys", "a length on the device was outside"),
+        ("too many keys", "a length on the device was outside"),
+        ("too many tokens", "a length on the device was outside"),
     ],
 )
-def test_a_sequence_that_is_cut_or_left_out_moves_no_token_and_no_cell_of_others(
+def test_a_lost_sequence_moves_no_token_and_no_cell_of_others(
     lie: str, why: str, has_cells: bool, device: torch.device, provider: str
 ) -> None:
     """Later sequences took its tokens, or its cells, for their own; a policy that only logs went on with their KV."""
     filled = Filled(device, provider, custom_mask=True)
     q_len, q = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM)
+    if lie == "too many tokens":
+        q_len, q = [3, 20, 2, 1], filled.rows(26, Q_HEADS, DIM)
     shown = filled.cells(q_len, partial(near, 64, 0))
     if has_cells:
         shown = [filled.random.random(each.shape) < 0.4 for each in shown]
-    cells = torch.from_numpy(np.concatenate([cell.reshape(-1) for cell in shown])).to(device)
-    mask = BoolCells(cells, torch.zeros(10, device=device).long()) if has_cells else NO_CELLS
-    kv_len, rows = list(filled.kv_len), [0, 1, 2, 3]
+    kv_len, rows, bounds, given = list(filled.kv_len), [0, 1, 2, 3], {}, list(shown)
     if lie == "no row":
         rows[1] = 77
-    elif lie == "no KV":
-        kv_len[1] = 0
-        mask = replace(mask, cells=torch.cat([cells[:15], cells[147:]])) if isinstance(mask, BoolCells) else mask
-    else:
+    elif lie in (keys := {"no KV": 0, "few keys": 2, "too many keys": 67}):
+        kv_len[1] = keys[lie]
+        given[1] = np.zeros((4, keys[lie]), bool)
+    elif lie == "too many tokens":
+        bounds = {"max_q_len": 4}
+    elif lie == "short list":
         pages = [-(-length // PAGE) for length in kv_len]
         pages[1] = 1
         indices = np.concatenate([row[:count] for row, count in zip(filled.table, pages, strict=True)])
         lists = CsrSource(torch.tensor([0, *accumulate(pages)], device=device), torch.from_numpy(indices).to(device))
         filled.attention = filled.build(lists)
-    step = replace(filled.step(q_len, kv_len, mask=mask), rows=torch.tensor(rows, device=device))
+    cells = torch.from_numpy(np.concatenate([cell.reshape(-1) for cell in given])).to(device)
+    mask = BoolCells(cells, torch.zeros(len(q), device=device).long()) if has_cells else NO_CELLS
+    step = replace(filled.step(q_len, kv_len, mask=mask, **bounds), rows=torch.tensor(rows, device=device))
     found = filled.attend(q_len, step, q)
-    for of_step, nothing in zip(found, (0, -torch.inf), strict=True):
-        of_step[3:7] = nothing  # the sequence's own are not compared
     shown[1] = np.zeros_like(shown[1])
     filled.assert_right(q_len, found, q, shown=shown)
+    before = filled.k.nan_to_num()
+    filled.attention.layers.store(0, filled.rows(len(q), KV_HEADS, DIM), filled.rows(len(q), KV_HEADS, V_DIM))
+    written = (filled.k.nan_to_num() != before).flatten(1).any(1).nonzero().flatten().tolist()
+    assert written
+    assert not {*written} & {*filled.table[1]}, "a cut sequence stored over tokens that others may share"
     with pytest.raises(DeviceFault, match=why):
+        filled.attention.check_device()
+
+
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize("wrong", [-7, 11])
+def test_a_wrong_boundary_harms_the_sequences_around_it_alone(wrong: int, device: torch.device, provider: str) -> None:
+    filled, q_len = Filled(device, provider), [3, 4, 2, 1]
+    q = filled.rows(10, Q_HEADS, DIM)
+    boundaries = torch.tensor([0, wrong, 7, 9, 10], device=device)
+    found = filled.attend(q_len, replace(filled.step(q_len), q=Boundaries(boundaries)), q)
+    shown = filled.cells(q_len, partial(near, 64, 0))
+    filled.assert_right(q_len, found, q, shown=[np.zeros_like(each) for each in shown[:2]] + shown[2:])
+    with pytest.raises(DeviceFault, match="a length on the device was outside"):
         filled.attention.check_device()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.paging.adopted import Source, TableSource
@@ -90,6 +91,24 @@ def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_reported(
     assert_reported(engine)
     engine.run([second, third], [1, 1])
     engine.attention.check_device()
+
+
+def test_step_numbers_that_begin_again_hide_no_taken_page(device: torch.device, provider: str) -> None:
+    """Each write seemed older than the entries that named its page."""
+    engine = watched(SGLang, 16, device, provider)
+    engine.begun(5)
+    line = engine.attention._publisher.line
+    assert line.counts is not None
+    line.counts[2] = line.number = INT32_MAX - 2
+    first, second = engine.begun(40, 20)
+    for _ in range(3):
+        engine.run([first, second], [1, 1])
+    assert line.number < 4
+    engine.free[Space.FULL].extend(reversed(first.pages[Space.FULL][:2]))
+    engine.begun(20)
+    engine.attention.check_device()
+    engine.run_unseen([first, second], [1, 1])
+    assert_reported(engine)
 
 
 @pytest.mark.fast(interpreted=1)

@@ -39,10 +39,14 @@ def packed(
     files: dict[str, bytes],
     kind: bytes = tarfile.REGTYPE,
     changed: Mapping[str, bytes] = MappingProxyType({}),
+    others: Mapping[str, object] = MappingProxyType({}),
 ) -> Path:
-    """Returns a bundle with files of these names and of this kind. changed: content other than packed"""
+    """Returns a bundle with files of these names and of this kind.
+
+    changed: content other than packed; others: values of the manifest other than right ones
+    """
     sums = {name: sha256(content).hexdigest() for name, content in files.items()}
-    manifest = json.dumps({"facts": FACTS, "files": sums}).encode()
+    manifest = json.dumps({"facts": FACTS, "files": sums, **others}).encode()
     with tarfile.open(file, "w:gz") as bundle:
         for name, content in {"manifest.json": manifest, **files, **changed}.items():
             member = tarfile.TarInfo(name)
@@ -97,3 +101,23 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 def test_half_a_bundle_is_refused(length: int, bundle: Path, tmp_path: Path) -> None:
     bundle.write_bytes(bundle.read_bytes()[:length])
     assert_refused(bundle, "is no bundle of kernels")
+
+
+@pytest.mark.parametrize(
+    "others", [{"facts": None}, {"facts": 5}, {"facts": ["a"]}, {"files": None}, {"files": ["KEY0/good"]}, {"files": 7}]
+)
+def test_a_manifest_of_another_form_is_refused(others: dict[str, object], tmp_path: Path) -> None:
+    assert_refused(packed(tmp_path / "kernels.tgz", {"KEY0/good": b"1"}, others=others), "is no bundle of kernels")
+
+
+@pytest.mark.parametrize("index", [b"{", b"[]", b"{}", b'{"child_paths": 5}', b'{"child_paths": {"a": 5}}'])
+def test_an_index_of_another_form_is_refused_before_anything_is_written(
+    index: bytes, cache: Path, tmp_path: Path
+) -> None:
+    """An entry's file was written before its index was read. A cache may hold such an index, too."""
+    file = packed(tmp_path / "kernels.tgz", {"KEY0/decode.hsaco": b"1", "KEY0/__grp__decode.json": index})
+    assert_refused(file, "KEY0/__grp__decode.json is no index of compiled kernels")
+    (cache / "KEY0" / "__grp__decode.json").write_bytes(index)
+    with pytest.raises(BadSetting, match=r"KEY0/__grp__decode.json is no index of compiled kernels \(.*remove it"):
+        save_bundle(tmp_path / "other.tgz", cache, FACTS)
+    assert not (tmp_path / "other.tgz").exists()

@@ -81,6 +81,7 @@ class Step:
     stride: int = 1
     min_q_len: int = 2
     max_q_len: int = 8
+    num_cells: int = 0
 
     num_rows = 6
     page_size = 4
@@ -108,6 +109,7 @@ def steps(draw: st.DrawFn) -> Step:
         draw(INT_TYPES),
         draw(st.sampled_from([1, 3])),
         *draw(st.sampled_from([(2, 8), (1, 1)])),
+        draw(st.sampled_from([0, 50, 2**40])),
     )
 
 
@@ -120,40 +122,46 @@ class Published:
     own_rows: list[int]
     kv_len: list[int]
     q_len: list[int]
+    keys_of_cells: list[int]
 
 
 def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
     """Computes the outputs one sequence after the other."""
-    error, tokens, live, live_tokens, left_out = 0, 0, 0, 0, False
-    rows, own_rows, kept_lengths, news = [], [], [], []
+    error, end, cells, live, live_tokens, left_out = 0, 0, 0, 0, 0, False
+    rows, own_rows, kept_lengths, news, keys = [], [], [], [], []
     stored: set[int] = set()
+    each_one, most = step.q_form == Q_EACH_ONE, 1 if step.q_form == Q_EACH_ONE else step.max_q_len
     for seq, (row, length, new) in enumerate(step.seqs):
         row = row if step.has_rows else seq
         is_row = 0 <= row < step.num_rows
         bound = min(step.kv_bound, step.row_pages[row] * 4) if step.row_pages and is_row else step.kv_bound
-        kept = min(max(length, 0), bound) if is_row else 0
-        wanted = 1 if step.q_form == Q_EACH_ONE else new
-        taken = min(max(wanted, 0), step.max_q_len, step.num_tokens_padded - tokens)
-        if step.q_form != Q_EACH_ONE and step.causal and kept > 0:
-            taken = min(taken, kept)
-        is_live = kept > 0 or (not step.causal and step.q_form != Q_EACH_ONE and is_row and wanted > 0)
-        is_few = step.q_form != Q_EACH_ONE and 0 < taken < step.min_q_len
-        left_out |= step.q_form != Q_EACH_ONE and is_row and not is_live and wanted != 0
-        tokens += taken
-        is_moved = step.q_form != Q_EACH_ONE and step.min_q_len == step.max_q_len == 1 and tokens != seq + 1
+        wanted, begin = 1 if each_one else new, end
+        if step.q_form == Q_BOUNDARIES:
+            boundary = sum(given for _, _, given in step.seqs[: seq + 1])
+            end = max(end, boundary) if boundary <= step.num_tokens_padded else end
+        else:
+            end = min(end + max(wanted, 0), step.num_tokens_padded)
+        cells += (end - begin) * max(length, 0)
+        fits = 0 <= length <= bound and end - begin == wanted <= most and not cells > (step.num_cells or cells)
+        fits = fits and (each_one or not step.causal or wanted <= length)
+        has_kv = is_row and (length > 0 or (not step.causal and not each_one and wanted > 0))
+        left_out |= not each_one and is_row and not has_kv and wanted != 0
         if not is_row:
             error |= ROW_NOT_IN_TABLE
-        elif kept != length or (is_live and (taken != wanted or is_few or left_out or (taken > 0 and is_moved))):
+        elif not 0 <= length <= bound or (has_kv and (not fits or 0 < wanted < (1 if each_one else step.min_q_len))):
             error |= LENGTH_BEYOND_BOUND
-        if kept > 0 and taken > 0 and step.has_rows:
+        is_live = has_kv and fits
+        if is_live:
+            live, live_tokens = seq + 1, end
+            error |= LENGTH_BEYOND_BOUND if left_out else 0
+        if is_live and length > 0 and wanted > 0 and step.has_rows:
             error |= ROW_TWICE if row in stored else 0
             stored.add(row)
-        if is_live:
-            live, live_tokens = seq + 1, tokens
         rows.append(row if is_live else 0)
         own_rows.append((seq + 1 if step.gathered else row) if is_live else 0)
-        kept_lengths.append(kept if is_live else pad_kv_len)
-        news.append(taken)
+        kept_lengths.append(length if is_live else max(pad_kv_len, min(end - begin, step.kv_bound)))
+        news.append(end - begin)
+        keys.append(0 if cells > step.num_cells else max(length, 0))
     pads = step.num_seqs_padded - len(rows)
     return Published(
         [live, live_tokens, 41, error],
@@ -161,6 +169,7 @@ def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
         own_rows + [0] * pads,
         kept_lengths + [pad_kv_len] * pads,
         news + [pad_q_len] * pads,
+        keys + [0] * pads if step.num_cells else [GARBAGE] * step.num_seqs_padded,
     )
 
 
@@ -183,18 +192,18 @@ def published(publish: Launch, step: Step, device: torch.device, boundary: int =
     words = [len(step.seqs), GARBAGE, 41, GARBAGE, 40, NO_ECHO, GARBAGE, GARBAGE]
     slot = torch.tensor(words, dtype=torch.int32, pin_memory=device.type == "cuda")
     counts = ints([GARBAGE, GARBAGE, 40, TOKEN_WITHOUT_PAGE], device)
-    outputs = [garbage(step.num_seqs_padded + 9, device=device) for _ in range(4)]
-    engine_row, row_of_seq, kept, taken = (output[: step.num_seqs_padded] for output in outputs)
+    outputs = [garbage(step.num_seqs_padded + 9, device=device) for _ in range(5)]
+    engine_row, row_of_seq, kept, taken, keys = (output[: step.num_seqs_padded] for output in outputs)
     least, most = (1, 1) if step.q_form == Q_EACH_ONE else (step.min_q_len, step.max_q_len)
     sizes = least, most, step.num_tokens_padded, step.page_size
     lists = tensor(csr) if step.row_pages else None
     rows_of_table = replace(rows_of(step.num_rows, device), csr_indptr=lists)
-    bounds = LengthBounds(rows_of_table, step.kv_bound, *sizes, step.causal)
+    bounds = LengthBounds(rows_of_table, step.kv_bound, *sizes, step.causal, step.num_cells)
     pad_q_len = int(step.q_form == Q_EACH_ONE)
-    to = PublishedLengths(counts, engine_row, row_of_seq, kept, taken, 2, pad_q_len, step.gathered)
+    to = PublishedLengths(counts, engine_row, row_of_seq, kept, taken, keys, 2, pad_q_len, step.gathered)
     publish(slot, counts, lengths, bounds, to)
     assert all((output[step.num_seqs_padded :] == GARBAGE).all() for output in outputs)
-    found = Published(*(x.tolist() for x in (counts, engine_row, row_of_seq, kept, taken)))
+    found = Published(*(x.tolist() for x in (counts, engine_row, row_of_seq, kept, taken, keys)))
     return found, slot
 
 
@@ -218,23 +227,33 @@ def test_an_engines_lengths_are_published_within_their_bounds(
 
 
 @publishes
-@pytest.mark.parametrize(("new", "error"), [([1, 1, 0], 0), ([0, 1, 1], LENGTH_BEYOND_BOUND)])
-def test_a_sequence_without_a_token_moves_no_other_ones(
-    publish: Launch, new: list[int], error: int, kernel_device: torch.device
-) -> None:
-    """Where each has one token, a kernel of decode takes a token's number for its sequence's."""
-    seqs = [(row, 9, each) for row, each in enumerate(new)]
-    step = Step(seqs, Q_BOUNDARIES, True, True, False, [], 4, 4, min_q_len=1, max_q_len=1)
-    assert published(publish, step, kernel_device)[0].counts[3] == error
-
-
-@publishes
 @pytest.mark.parametrize(("num_seqs", "error"), [(0, 0), (2, LENGTH_BEYOND_BOUND)])
 def test_boundaries_begin_at_zero(publish: Launch, num_seqs: int, error: int, kernel_device: torch.device) -> None:
     step = Step([(1, 9, 3), (2, 9, 4)][:num_seqs], Q_BOUNDARIES, True, True, False, [], 4, 9)
     found, _ = published(publish, step, kernel_device, boundary=1)
-    assert found.counts == [num_seqs, 7 if num_seqs else 0, 41, error]
-    assert found.q_len[:num_seqs] == [3, 4][:num_seqs]
+    assert found.counts == [num_seqs, 8 if num_seqs else 0, 41, error]
+    assert found.q_len[:num_seqs] == [4, 4][:num_seqs]
+    assert found.kv_len[:num_seqs] == [4, 9][:num_seqs]
+
+
+@publishes
+def test_a_wrong_boundary_moves_no_other_one(publish: Launch, kernel_device: torch.device) -> None:
+    """One of three sequences before and after it, in the step or not; more than the program reads in one step."""
+    num_seqs, wrong = 1100, 700
+    boundaries = torch.arange(num_seqs + 1, device=kernel_device) * 3
+    of_seq = [garbage(num_seqs, device=kernel_device) for _ in range(6)]
+    counts, kv_len, row = (ints(each, kernel_device) for each in ([0] * 4, [9] * num_seqs, range(num_seqs)))
+    to = PublishedLengths(counts, of_seq[0], of_seq[1], of_seq[2], of_seq[3], of_seq[4], 0, 0, gathered=False)
+    bounds = LengthBounds(rows_of(num_seqs, kernel_device), 100, 0, 9, 3 * num_seqs, 1, causal=True)
+    for step, value in enumerate([-1, 2 * wrong, 3 * num_seqs + 1, 2**31 - 1]):
+        boundaries[wrong] = value
+        slot = torch.tensor([num_seqs, 0, step + 1, 0, step, NO_ECHO, 0, 0], dtype=torch.int32)
+        publish(slot, counts, EngineLengths(kv_len, row, boundaries, Q_BOUNDARIES), bounds, to)
+        lost = [wrong - 1, wrong]
+        assert counts.tolist() == [num_seqs, 3 * num_seqs, step + 1, LENGTH_BEYOND_BOUND]
+        assert (to.kv_len == 0).nonzero().flatten().tolist() == lost
+        ends = to.q_len.cumsum(0).tolist()
+        assert [seq for seq, end in enumerate(ends) if end != 3 * seq + 3] == lost[:1]
 
 
 @publishes
@@ -244,8 +263,8 @@ def test_many_sequences_of_an_engine_are_published_whole(publish: Launch, kernel
     kv_len = torch.arange(num_seqs, device=kernel_device) % 7 + 3
     new = torch.arange(num_seqs, device=kernel_device) % 3
     counts = torch.zeros(4, dtype=torch.int32, device=kernel_device)
-    of_seq = [garbage(num_seqs + 5, device=kernel_device) for _ in range(4)]
-    to = PublishedLengths(counts, of_seq[0], of_seq[1], of_seq[2], of_seq[3], 0, 0, gathered=False)
+    of_seq = [garbage(num_seqs + 5, device=kernel_device) for _ in range(5)]
+    to = PublishedLengths(counts, of_seq[0], of_seq[1], of_seq[2], of_seq[3], of_seq[4], 0, 0, gathered=False)
     slot = torch.tensor(
         [num_seqs, 0, 2, 0, 1, NO_ECHO, 0, 0], dtype=torch.int32, pin_memory=kernel_device.type == "cuda"
     )
@@ -265,7 +284,7 @@ def test_many_sequences_of_an_engine_are_published_whole(publish: Launch, kernel
         LengthBounds(rows_of(num_seqs, kernel_device), 100, 0, 2**31 - 1, 2000, 1, causal=False),
         to,
     )
-    assert to.counts.tolist() == [num_seqs, 2000, 2, LENGTH_BEYOND_BOUND]
+    assert to.counts.tolist() == [0, 0, 2, LENGTH_BEYOND_BOUND]
     assert int(to.q_len[:num_seqs].sum()) == 2000
 
 
@@ -399,7 +418,7 @@ def test_a_sequence_whose_page_does_not_exist_becomes_a_pad(
         check(step, ints([num_pages], kernel_device), page_size=3, window_left=3, spans_pass=False)
     is_right = num_pages > 6
     assert step.row_of_seq.tolist() == [int(is_right), 0, 0]
-    assert step.kv_len.tolist() == [8 if is_right else 1, 1, 1]
+    assert step.kv_len.tolist() == [8 if is_right else 2, 1, 1]
     assert step.q_len.tolist() == [2, 1, 0]
     assert step.counts.tolist() == [2, 3, 41, TOKEN_WITHOUT_PAGE | PAGE_NOT_IN_POOL]
 
@@ -427,7 +446,7 @@ def test_pages_before_the_chunk_of_the_first_new_token_are_left_alone(
     row[page] = -1
     step = step_over([row], [(10, 2)], kernel_device, Pads(1, 0))
     check(step, ints([40], kernel_device), page_size=3, window_left=3, spans_pass=False, chunk=4)
-    assert step.kv_len.tolist()[0] == (10 if is_right else 1)
+    assert step.kv_len.tolist()[0] == (10 if is_right else 2)
 
 
 @checks
@@ -473,7 +492,7 @@ def test_a_span_that_passes_the_window_needs_its_pages(
     for _ in range(2):
         check(step, num_pages, page_size=3, window_left=3, spans_pass=True)
     assert step.row_of_seq.tolist() == [int(is_right), 2, 0]
-    assert step.kv_len.tolist() == [14 if is_right else 1, 14, 1]
+    assert step.kv_len.tolist() == [14 if is_right else 2, 14, 1]
     assert step.counts.tolist() == [2, 4, 41, TOKEN_WITHOUT_PAGE | (0 if is_right else PAGE_NOT_IN_POOL)]
 
 
@@ -506,9 +525,9 @@ def test_a_row_that_two_sequences_store_in_is_reported(publish: Launch, kernel_d
         chosen[0], chosen[599] = first, last
         news = torch.full((600,), 2, device=kernel_device)
         news[599] = new
-        outputs = [garbage(600, device=kernel_device) for _ in range(4)]
+        outputs = [garbage(600, device=kernel_device) for _ in range(5)]
         counts = torch.zeros(4, dtype=torch.int32, device=kernel_device)
-        to = PublishedLengths(counts, outputs[0], outputs[1], outputs[2], outputs[3], 0, 0, gathered=False)
+        to = PublishedLengths(counts, outputs[0], outputs[1], outputs[2], outputs[3], outputs[4], 0, 0, gathered=False)
         words = [600, 0, step + 1, 0, step, NO_ECHO, 0, 0]
         slot = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
         lengths = EngineLengths(news + 7, chosen, news, Q_LENGTHS)

@@ -12,7 +12,7 @@ from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.fill import launch_fill
-from rocm_attn.kernels.metadata.step_tensors import NO_PADS, StepTensors, TableTerms
+from rocm_attn.kernels.metadata.step_tensors import NO_PADS, Pads, StepTensors, TableTerms
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import metadata as twins
 from tests.amd.kernels.fill_cases import Case, tensors
@@ -26,7 +26,7 @@ REAL, SHORT = TableTerms(null_page=False), TableTerms(null_page=False, short_kv=
 def filled(
     fill: Launch, case: Case, terms: TableTerms, device: torch.device, window_left: int = 2**31 - 1
 ) -> StepTensors:
-    step = replace(tensors(case, device), terms=terms)
+    step = replace(tensors(case, device), terms=terms, pads=Pads(*case.pad))
     fill(step, page_size=case.page_size, window_left=window_left)
     return step
 
@@ -42,6 +42,20 @@ def test_a_real_page_0_is_no_fault(fill: Launch, kernel_device: torch.device) ->
     assert filled(fill, case, TableTerms(), kernel_device, 3).counts[ERROR_WORD] == (
         TOKEN_WITHOUT_PAGE | WINDOW_WITHOUT_PAGE
     )
+
+
+@fills
+def test_no_kernel_that_reads_ahead_or_reads_pads_meets_a_real_page_0(
+    fill: Launch, kernel_device: torch.device
+) -> None:
+    """Nothing may be stored there yet, and 0 * NaN is NaN. Pads have two tokens."""
+    case = Case([(6, 3), (2, 1)], (2, 0), 3, 6, 6, 4, [[0, 5], [7, 0]])
+    step = filled(fill, case, REAL, kernel_device)
+    assert step.page_list.tolist() == [0, 5, 7, 7, 7, 7]
+    assert step.block_table[:2].tolist() == [[0, 5, 7, 7], [7, 7, 7, 7]]
+    assert filled(fill, case, TableTerms(), kernel_device).page_list.tolist() == [0, 5, 7, 0, 0, 0]
+    empty = filled(fill, replace(case, seqs=[(0, 0), (0, 0)]), REAL, kernel_device)
+    assert empty.page_list.tolist() == [0] * 6
 
 
 @fills
@@ -125,13 +139,24 @@ def test_a_store_of_nothing_leaves_every_page_as_it_is(
 @pytest.mark.fast
 @pytest.mark.parametrize("zero_tails", [launch_zero_tails, cache_twins.zero_tails], ids=["kernel", "twin"])
 @pytest.mark.parametrize(
-    ("null_page", "q_len", "zeroed"),
-    [(True, [1, 2], {2: 3}), (False, [1, 2], {0: 1, 2: 3}), (False, [1, 0], {0: 1}), (False, [0, 0], {})],
+    ("null_page", "pads", "q_len", "zeroed"),
+    [
+        (True, NO_PADS, [1, 2], {2: 3}),
+        (False, NO_PADS, [1, 2], {0: 1, 2: 3}),
+        (False, NO_PADS, [1, 0], {0: 1}),
+        (False, NO_PADS, [0, 0], {}),
+        (False, Pads(kv_len=5, q_len=1), [1, 2], {2: 3}),
+    ],
 )
 def test_tails_of_a_real_page_0_are_zeroed_and_no_other_page_0_is_written(
-    zero_tails: Launch, null_page: bool, q_len: list[int], zeroed: dict[int, int], kernel_device: torch.device
+    zero_tails: Launch,
+    null_page: bool,
+    pads: Pads,
+    q_len: list[int],
+    zeroed: dict[int, int],
+    kernel_device: torch.device,
 ) -> None:
-    """Two sequences end in page 0 after one token, and in page 2 after three."""
+    """Two sequences end in page 0 after one token, and in page 2 after three. The first is a pad if pads have KV."""
     pages, _ = pages_and_rows(kernel_device)
     wanted = [side.clone() for side in pages]
     for page, used in zeroed.items():
@@ -140,6 +165,6 @@ def test_tails_of_a_real_page_0_are_zeroed_and_no_other_page_0_is_written(
     table = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=kernel_device)
     of_seq = {"row_of_seq": [0, 1], "kv_len": [5, 7], "q_len": q_len}
     named = {name: torch.tensor(x, dtype=torch.int32, device=kernel_device) for name, x in of_seq.items()}
-    step = StepTensors.of(table[:0], NO_PADS, TableTerms(null_page=null_page), table=table, **named)
+    step = StepTensors.of(table[:0], pads, TableTerms(null_page=null_page), table=table, **named)
     zero_tails(step, LayerPages.plain(*pages))
     assert all(torch.equal(side, want) for side, want in zip(pages, wanted, strict=True))

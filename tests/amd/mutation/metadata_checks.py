@@ -134,13 +134,13 @@ def table_update(memory: Memory) -> None:
 
 def publish_engine(memory: Memory) -> None:
     """Checks three entries at five, in rows of lists; the slot is written too. Then checks no entries at all."""
-    sizes = {"kv_len": 30, "min_q_len": 0, "max_q_len": 9, "num_tokens": 7, "page_size": 3}
+    sizes = {"kv_len": 30, "min_q_len": 0, "max_q_len": 9, "num_tokens": 7, "page_size": 3, "num_cells": 40}
     for num_seqs, q_form, new in ((3, Q_LENGTHS, [2, 3, 1]), (3, Q_BOUNDARIES, [0, 2, 5, 6]), (0, Q_BOUNDARIES, [7])):
         slot = ints([num_seqs, 3, 9, 0, 8, -1, -1, 0])
         # The last row is past the table.
         lengths = EngineLengths(ints([9, 40, 1]), ints([2, 0, 40]), ints(new), q_form)
         bounds = LengthBounds(EngineRows(3, garbage(3), ints([0, 3, 6, 9])), **sizes, causal=True)
-        of_seqs = garbage(4), garbage(5), garbage(5), garbage(5), garbage(5)
+        of_seqs = garbage(4), garbage(5), garbage(5), garbage(5), garbage(5), garbage(5)
         to = PublishedLengths(*of_seqs, pad_kv_len=5, pad_q_len=0, gathered=True)
         given = slot, ints([6, 6, 8, 2]), lengths, bounds, to
         assert_same(memory, launch_publish_engine, engine_metadata.publish_engine, *given)

@@ -28,7 +28,7 @@ from rocm_attn.kernels.experts.few_tokens import launch_expert_sums, launch_inne
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
-from rocm_attn.kernels.metadata.step_tensors import NO_PADS, StepTensors, TableTerms
+from rocm_attn.kernels.metadata.step_tensors import NO_PADS, Pads, StepTensors, TableTerms
 from rocm_attn.kernels.model.add_norm import NormedSum, launch_add_norm
 from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
@@ -457,9 +457,9 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     seqs, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
     # In some engines page 0 is an ordinary page; elsewhere it belongs to no sequence.
-    for null_page in (True, False):
+    for pads, null_page in ((NO_PADS, True), (Pads(1), False)):
         of_table = {"table": runtime.table.full.entries, "row_of_seq": seqs, "kv_len": seqs, "q_len": seqs}
-        ops.zero_tails(StepTensors.of(seqs[:0], NO_PADS, TableTerms(null_page=null_page), **of_table), pages)
+        ops.zero_tails(StepTensors.of(seqs[:0], pads, TableTerms(null_page=null_page), **of_table), pages)
     ops.clear_pads(counts, out, None, None)
     ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads), torch.empty(16, dtype=torch.int32))
 

@@ -98,7 +98,7 @@ def launch_of_engines(page_size: int) -> None:
     """Launches the kernels that read an engine's tensors: slot tables of both types, and lists of pages."""
     num_seqs, width = 16, 64
     of_seq, counts, slot = (torch.empty(size, dtype=torch.int32) for size in (num_seqs, 4, 8))
-    to = PublishedLengths(counts, of_seq, of_seq, of_seq, of_seq, 0, 0, gathered=True)
+    to = PublishedLengths(counts, of_seq, of_seq, of_seq, of_seq, of_seq, 0, 0, gathered=True)
     rows = EngineRows(num_seqs, of_seq)
     bounds = LengthBounds(rows, KV_LEN, 1, 1, num_seqs, page_size, causal=True)
     table = torch.empty(num_seqs + 1, width, dtype=torch.int32)
@@ -106,7 +106,8 @@ def launch_of_engines(page_size: int) -> None:
         given = torch.empty(num_seqs * width, dtype=dtype)
         launch_publish_engine(slot, counts, EngineLengths(given, None, None, Q_EACH_ONE), bounds, to)
         of_lists = replace(bounds, rows=EngineRows(num_seqs, of_seq, given))
-        launch_publish_engine(slot, counts, EngineLengths(given, given, given, Q_BOUNDARIES), of_lists, to)
+        for each in (of_lists, replace(of_lists, num_cells=64)):
+            launch_publish_engine(slot, counts, EngineLengths(given, given, given, Q_BOUNDARIES), each, to)
         launch_gather_table(
             GatherSource(given.view(-1, width), True, None, given), of_seq, of_seq, table, page_size=page_size
         )

@@ -108,6 +108,9 @@ def test_a_refused_body_is_answered_with_the_reason(body: bytes, says: str, serv
         ({"suffix": "w3"}, "suffix"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"best_of": 2}, "best_of"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"messages": USER}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
     ],
     ids=str,
 )
@@ -140,6 +143,8 @@ def test_a_prompt_and_an_answer_longer_than_the_context_are_refused() -> None:
         *({"repetition_detection": {}}, {"logprob_token_ids": [1]}, {"return_prompt_token_ids": True}),
         *({"grammar": 'root ::= "a"'}, {"repeat_penalty": 1.1}, {"n_predict": 9}, {"typical_p": 0.9}, {"mirostat": 2}),
         *({"xtc_probability": 0.5}, {"dry_multiplier": 0.8}, {"enable_thinking": False}, {"thinking_budget": 9}),
+        *({"max_new_tokens": 9}, {"stop_sequences": ["a"]}, {"do_sample": False}, {"extra_body": {"top_k": 5}}),
+        *({"instructions": "Be brief."}, {"prompt": "w1"}, {"max_output_tokens": 9}, {"num_beams": 4}),
         *({"reasoning": {"effort": "none"}}, {"moderation": {"model": "any"}}, {"return_prompt_text": True}),
     ],
     ids=str,

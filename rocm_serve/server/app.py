@@ -250,9 +250,15 @@ def _bad_body(errors: Sequence[Any]) -> ApiError:
     if first["type"] == "missing" and len(where) == 1:
         return bad_request(f"{field} is missing", field, code="missing_required_parameter")
     if field in SHAPES and (len(where) > 1 or first["type"] != "string_type"):  # /tokenize has a prompt of one form
-        at = f"; {'.'.join(where)} is wrong" if len(where) > 1 and where[1].isdigit() else ""
+        at = f"; {_place(errors)} is wrong" if len(where) > 1 and where[1].isdigit() else ""
         return bad_request(f"{SHAPES[field]}{at}", field)
     return bad_request(f"{'.'.join(where)}: {first['msg']}", field)
+
+
+def _place(errors: Sequence[Any]) -> str:
+    """Returns the innermost place that is wrong, without pydantic's names of the forms that a value may have."""
+    place = map(str, max((error["loc"] for error in errors), key=len))
+    return ".".join(part for part in place if part.isdigit() or (part.isidentifier() and part != "str"))
 
 
 def _document(app: FastAPI) -> None:

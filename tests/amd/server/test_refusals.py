@@ -196,7 +196,11 @@ def test_what_the_engine_refuses_is_the_requests_fault(fields: dict[str, Any], s
         ([{"role": "king", "content": "w1"}], "messages must be"),
         ([{"role": "user"}], "messages must be"),
         ([{"role": "user", "content": "w1"}, {"role": "king", "content": "w1"}], "; messages.1.role is wrong"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages must be"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "; messages.0.content.0.type is wrong",
+        ),
+        ([{"role": "user", "content": 5}], "; messages.0.content is wrong"),
         ([{"role": "system", "content": "\ud800"}], "the model's chat template refuses the messages: no system here"),
         ([{"role": "assistant", "content": "w1"}], "the model's chat template fails"),
         ([{"role": "user", "content": " "}], "the prompt is empty"),

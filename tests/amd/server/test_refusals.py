@@ -396,6 +396,7 @@ def test_keys_are_read_from_a_file(tmp_path: Any) -> None:
         *({"port": -1}, {"port": 65536}, {"max_requests": 0}, {"deadline_seconds": 0}, {"drain_seconds": -1}),
         *({"deadline_seconds": math.nan}, {"drain_seconds": math.nan}, {"truth_every": math.nan}),
         *({"truth_every": math.inf}, {"port": "8000"}),
+        *({"host": "localhost:8000"}, {"host": "http://localhost"}),
     ],
     ids=str,
 )

@@ -311,8 +311,6 @@ def _lines(report: Report) -> list[str]:
         f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, "
         f"{' and '.join(report.pools)} of {report.page_size} tokens",
         *(f"  {line}" for line in report.kernels),
-        f"{report.num_pages} pages"
-        + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
         *(
             [f"{report.checkpoints} states of recurrent layers for prompts that begin alike"]
             if report.state_bytes

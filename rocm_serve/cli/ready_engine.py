@@ -82,6 +82,7 @@ def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:
             say(verdict.sentence)
         engine.compile_all(ProgressBar(sys.stderr, "compiling"))
     report = engine.report()
+    say(report.memory_line())
     say(report.start_line())
     for line in report.steps:
         say(line)

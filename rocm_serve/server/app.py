@@ -257,7 +257,7 @@ def _bad_body(errors: Sequence[Any]) -> ApiError:
 
 def _place(errors: Sequence[Any]) -> str:
     """Returns the innermost place that is wrong, without pydantic's names of the forms that a value may have."""
-    place = map(str, max((error["loc"] for error in errors), key=len))
+    place = map(str, max(errors, key=lambda error: len(error["loc"]))["loc"])
     return ".".join(part for part in place if part.isdigit() or (part.isidentifier() and part != "str"))
 
 

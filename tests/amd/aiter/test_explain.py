@@ -12,6 +12,7 @@ from rocm_attn.cli import explain, main
 from rocm_attn.cli.arguments import requested_target
 from rocm_attn.machine.aiter_marks import MARKS
 from rocm_attn.machine.settings import Settings
+from rocm_attn.providers.select import ENTRIES
 from rocm_attn.selection import table
 from rocm_attn.selection.table import markdown
 from tests.amd.aiter.explained import GOLDEN, MODELS, PAGE, config_of, explained, page_with_table, place
@@ -121,8 +122,8 @@ def test_the_page_of_kernels_is_current() -> None:
 
 
 def test_a_new_provider_has_its_part_of_the_page_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = replace(table.ENTRIES["cpu"][0], name="toy.decode")
-    monkeypatch.setattr(table, "ENTRIES", {**table.ENTRIES, "toy": (row,)})
+    row = replace(ENTRIES["cpu"][0], name="toy.decode")
+    monkeypatch.setattr(table, "ENTRIES", {**ENTRIES, "toy": (row,)})
     assert "## toy\n" in markdown()
 
 

@@ -96,7 +96,7 @@ class Recurrence:
                 f"{self.num_heads} heads over {self.num_k_heads} heads of k: the first must be a multiple of the second"
             )
         if self.dtype not in DTYPES:
-            raise BadProblem(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+            raise BadProblem(f"dtype {self.dtype!r} is not one of {', '.join(map(str, DTYPES))}")
         if self.state_dtype not in (torch.float32, torch.bfloat16):
             raise BadProblem(f"state_dtype is {self.state_dtype}; it must be torch.float32 or torch.bfloat16")
         for name, kind in (("update", Update), ("convolution", Convolution)):

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import rocm_serve.request as engine_request
@@ -220,7 +221,8 @@ def _add_errors(app: FastAPI, generations: Generations) -> None:
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
-            return error_response(no_such_path(request.url.path))
+            served = (route.path for route in app.routes if isinstance(route, Route))
+            return error_response(no_such_path(request.url.path, served))
         headers, sentence = error.headers or {}, str(error.detail)
         if error.status_code == 405:
             sentence = f"{request.url.path} does not serve {request.method}; it serves {headers.get('Allow', 'others')}"

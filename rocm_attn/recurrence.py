@@ -61,7 +61,7 @@ class Recurrence:
     dtype:         dtype of q, k, v and the output, and of the convolution's input and output
     update:        how a token changes the state
     channel_decay: whether each element of k has its own decay (KDA); if not, each head has one
-    scale:         factor on the output; 0: k_dim ** -0.5
+    scale:         factor on the output; 0: k_dim ** -0.5, as in delta nets. Mamba2 has 1
     state_dtype:   dtype of the state: float32 or bfloat16
     convolution:   the convolution before the recurrence
     normalises:    whether q and k are L2-normalised first: x / sqrt(sum(x * x) + 1e-6)

@@ -132,6 +132,17 @@ def test_an_engine_that_hangs_is_killed_after_the_drain_whatever_clients_have_le
     assert server.end() == 0
 
 
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [("tokenizer_config.json", "the model has no chat template; "), ("tokenizer.json", "the model has no tokenizer")],
+)
+def test_a_model_that_serves_only_some_prompts_says_so_at_start(missing: str, says: str, tmp_path: Path) -> None:
+    """Each request was refused, while /ready was right."""
+    (write_model(tmp_path) / missing).unlink()
+    with served(tmp_path) as server:
+        assert server.wait_for(says)
+
+
 # tests/amd/server/test_observed.py has that there are none without it.
 def test_each_request_is_a_line_on_stderr_where_that_is_asked_for(model: Path) -> None:
     with served(model, "--access-log") as server:

@@ -99,6 +99,8 @@ def test_a_signal_lets_what_was_taken_end_and_a_second_one_does_not(number: sign
     assert server.end() == 0
 
     server = Served(model, "--max-kv-len", "500", "--num-pages", "3000")
+    server.wait_for("provider torch on cpu")
+    server.wait_for("  decode: torch.segments")
     server.wait_for("; 3000 pages, for sequences of up to 500 tokens")
     with ask(server, stream=True, n=16, max_tokens=480):
         server.send(number)

@@ -261,7 +261,7 @@ class Problem:
                 "the first must be a multiple of the second"
             )
         if self.dtype not in DTYPES:
-            raise BadProblem(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+            raise BadProblem(f"dtype {self.dtype!r} is not one of {', '.join(map(str, DTYPES))}")
         if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:
             raise BadProblem(
                 f"scale is {self.scale}; it must be a positive number from 2**-100 to 2**100, for instance "

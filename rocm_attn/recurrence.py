@@ -61,7 +61,7 @@ class Recurrence:
     dtype:         dtype of q, k, v and the output, and of the convolution's input and output
     update:        how a token changes the state
     channel_decay: whether each element of k has its own decay (KDA); if not, each head has one
-    scale:         factor on the output; 0: k_dim ** -0.5
+    scale:         factor on the output; 0: k_dim ** -0.5, as in delta nets. Mamba2 has 1
     state_dtype:   dtype of the state: float32 or bfloat16
     convolution:   the convolution before the recurrence
     normalises:    whether q and k are L2-normalised first: x / sqrt(sum(x * x) + 1e-6)
@@ -96,7 +96,7 @@ class Recurrence:
                 f"{self.num_heads} heads over {self.num_k_heads} heads of k: the first must be a multiple of the second"
             )
         if self.dtype not in DTYPES:
-            raise BadProblem(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+            raise BadProblem(f"dtype {self.dtype!r} is not one of {', '.join(map(str, DTYPES))}")
         if self.state_dtype not in (torch.float32, torch.bfloat16):
             raise BadProblem(f"state_dtype is {self.state_dtype}; it must be torch.float32 or torch.bfloat16")
         for name, kind in (("update", Update), ("convolution", Convolution)):

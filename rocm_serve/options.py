@@ -41,7 +41,7 @@ class EngineOptions(AttentionOptions):
         0,
         "most tokens per step; a longer prompt takes several steps",
         unit="TOKENS",
-        least=0,
+        least=1,
         default_is="as many as take a quarter of a second, 2048 to 8192; 512 on a CPU",
     )
     graphs: bool = option(

@@ -81,7 +81,9 @@ class Report:
             "K and V": self.kv_bytes,
             "states": self.state_bytes,
         }
-        return ", ".join(f"{what} {num_bytes / 2**30:.2f} GiB" for what, num_bytes in parts.items() if num_bytes)
+        taken = ", ".join(f"{what} {num_bytes / 2**30:.2f} GiB" for what, num_bytes in parts.items() if num_bytes)
+        windows = f", and {self.swa_pages} for layers with a window" if self.swa_pages else ""
+        return f"{taken}; {self.num_pages} pages{windows}, for sequences of up to {self.max_kv_len} tokens"
 
     def start_line(self) -> str:
         """The time of the start so far, in words. That of graphs includes the compiles of their kernels."""

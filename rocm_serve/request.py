@@ -92,8 +92,8 @@ class Request:
         whole_number("max_new_tokens", self.max_new_tokens, BadRequest, least=1)
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise BadRequest(
-                f"min_tokens is {self.min_tokens}; it must be at least 0 and at most max_new_tokens, "
-                f"which is {self.max_new_tokens}"
+                f"min_tokens is {self.min_tokens}; it must be at least 0 and at most {self.max_new_tokens}, the most "
+                "new tokens of the request"
             )
         for name in ("logprobs", "prompt_logprobs"):
             if not NO_LOGPROBS <= getattr(self, name) <= MOST_LIKELIEST:

@@ -63,8 +63,10 @@ class NoMask:
 class StepMask:
     """A bit mask of a step's new tokens, in tensors of the caller on the runtime's device.
 
-    bits:        uint8 [bytes]       the cells of all sequences, or more. If lengths are on the device, the layout
-                 follows from those, and the size from the batch's bounds
+    bits:        uint8 [bytes]       the cells of all sequences, or more: sequence after sequence, a row of cells for
+                 each new token, a cell for each key, without a gap and the lowest bit of a byte first. FlashInfer
+                 begins each sequence at a new byte, so its bits are those of another mask from the second sequence
+                 on. If lengths are on the device, the layout follows from those, and the size from the batch's bounds
     positions:   int32 [num_tokens]  the values of Part.positions. In a tree a token's position is its depth, not its
                  kv_index; kv_positions() gives the latter. Windows are counted back from them, or from kv_len - q_len
                  if that is more, because older pages were freed. ALiBi uses kv_index

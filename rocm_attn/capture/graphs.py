@@ -17,6 +17,7 @@ from rocm_attn.hip_graphs.recorder import GraphRecorder, Recording
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.launch import does_only_launch, observe_launches
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
+from rocm_attn.machine.devices import device_of
 from rocm_attn.step.gate import Effects, RanStep
 from rocm_attn.step.outputs import Outputs, real_rows
 from rocm_attn.step.plan import GraphKey, StepPlan
@@ -35,8 +36,9 @@ CPU_CAPTURE_RUNS = 8
 _RUNS_PER_CAPTURE_RUN = 10
 
 
-def recorder_for(device: torch.device) -> GraphRecorder:
+def recorder_for(device: torch.device | str) -> GraphRecorder:
     """Returns a recorder of HIP or CUDA graphs on a GPU; on a CPU, one that replays torch operations and launches."""
+    device = device_of(device)
     if device.type == "cuda":
         from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 
@@ -93,13 +95,13 @@ def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
     return runtime.device.type == "cpu" or does_only_launch(runtime.core.ops.take_inputs)
 
 
-def eager_steps_before_capture(device: torch.device) -> int:
+def eager_steps_before_capture(device: torch.device | str) -> int:
     """Returns how many steps of a plan run eagerly before it is captured, unless capture_all() has captured it before.
 
     0 on a GPU, because a replay saves most of a step's host time. On a CPU it saves little. The number counts steps,
     not seconds, because all ranks of a model must capture at the same step.
     """
-    return 0 if device.type == "cuda" else _RUNS_PER_CAPTURE_RUN * CPU_CAPTURE_RUNS
+    return 0 if device_of(device).type == "cuda" else _RUNS_PER_CAPTURE_RUN * CPU_CAPTURE_RUNS
 
 
 def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:

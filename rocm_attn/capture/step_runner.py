@@ -30,7 +30,7 @@ from rocm_attn.capture.graphs import (
 )
 from rocm_attn.capture.probe_requests import GraphCandidate, is_uniform, typical_new_tokens
 from rocm_attn.capture.split_forward import DraftForward, Forward, SplitForward, in_batch_order
-from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, NotCopied, Unsupported
+from rocm_attn.errors import BadBatch, BadSetting, DeviceFault, GraphStale, NotCopied, Unsupported
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder
 from rocm_attn.hip_graphs.tensor_trees import tensors_in
@@ -81,7 +81,7 @@ class StepRunner(Generic[Outputs]):
     check:    compares each new graph with the eager run; graphs are switched off if they differ
     flight:   the flight recorder, which remembers the last steps
     capture_after: how many steps of a plan run eagerly before it is captured; see graphs.eager_steps_before_capture.
-                   Raises BadSetting for no whole number of at least 0
+                   Raises BadSetting for no whole number of at least 0, and for a forward or a recorder that is none
 
     watchdog: reports a capture that takes longer than CAPTURE_SECONDS; may be replaced
     metrics:  counters of this runner, which the engine above it shares
@@ -100,6 +100,10 @@ class StepRunner(Generic[Outputs]):
         flight: Flight = NO_FLIGHT_RECORDER,
         capture_after: int = 0,
     ) -> None:
+        if not callable(forward):
+            raise BadSetting(f"forward is {forward!r}; give the model's function of a Part")
+        if not (recorder is None or hasattr(recorder, "record")):
+            raise BadSetting(f"recorder is {recorder!r}; give recorder_for(device), or None to run every step eagerly")
         self._runtime, self._gate = runtime, runtime.gate
         self._forward, self._draft, self._split_forward = forward, draft, split_forward
         self._recorder = self._given_recorder = recorder  # the first is None while graphs are switched off

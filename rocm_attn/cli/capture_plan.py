@@ -125,10 +125,18 @@ def _fit_lines(options: argparse.Namespace, weights: Weights, gpu: Gpu | None, f
             f"does not fit: the rest leaves no room for a token of K and V; {driver}; use more ranks (--tp)",
         ]
     pages = 1 + fit.room // fit.page_size
+    fewer = f"--num-pages {pages}, or more ranks (--tp)"
+    missing = f"{_size(-fit.left)} are missing before activations"
+    if options.num_pages is None:  # all sequences at full length: serve allocates fewer pages by itself
+        return [
+            *lines,
+            f"fits with fewer pages, as serve allocates: for every sequence at full length, {missing}; {driver}",
+            f"K and V of these have {fit.tokens:,} tokens, and {fit.room:,} would fit: {fewer}",
+        ]
     return [
         *lines,
-        f"does not fit: {_size(-fit.left)} are missing before activations; {driver}",
-        f"K and V have {fit.tokens:,} tokens, and {fit.room:,} would fit: --num-pages {pages}, or more ranks (--tp)",
+        f"does not fit: {missing}; {driver}",
+        f"K and V have {fit.tokens:,} tokens, and {fit.room:,} would fit: {fewer}",
     ]
 
 

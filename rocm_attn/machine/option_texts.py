@@ -156,7 +156,7 @@ class AttentionOptions:
         0,
         "most sequences that run at a time",
         unit="SEQS",
-        least=0,
+        least=1,
         default_is="the number of 1024-token sequences that fit into the KV cache, 8 to 256; 64 on a CPU",
     )
     max_kv_len: int | None = option(

@@ -303,6 +303,9 @@ class AdoptedPages:
         is_latent = problem.pool is PoolKind.LATENT
         if is_latent and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
             raise BadTensor(f"layer {layer} is latent: its v must be k[..., :{problem.v_head_dim}]")
+        # FlashInfer's callers may attend to one tensor as K and V, because they store nothing.
+        if not is_latent and not self._binds_calls and k.data_ptr() == v.data_ptr() != 0:
+            raise BadTensor(f"k and v of layer {layer} are the same memory; bind the pages of K, then those of V")
         for side in (k,) if is_latent else (k, v):
             if not self._page_strides and not side.is_contiguous():
                 raise BadTensor(

@@ -248,7 +248,7 @@ class RowStates:
         """The tokens after which a step may go on in a row, in words."""
         headers, ranges = self._headers[row].tolist(), list[str]()
         for (start, first, end), (other, *_) in zip(headers, reversed(headers), strict=True):
-            last = min(end, other) if other > start else end
+            first, last = max(first, start + 1), min(end, other) if other > start else end  # see _serve()
             if start < INT32_MAX:
                 ranges.append(f"{first} tokens" if first == last else f"{first} to {last} tokens")
         return f"after {' or '.join(ranges)}" if ranges else "for no token"

@@ -102,8 +102,9 @@ class Rows:
         for table in self.spaces:
             if table.space is space or (isinstance(space, Space) and table.space == space):
                 return table
-        name = getattr(space, "name", repr(space))
-        raise BadSetting(f"rows have no pages in the {name} space; build the runtime with swa_pages")
+        if not isinstance(space, Space):
+            raise BadSetting(f"space is {space!r}; give a Space, such as Space.FULL")
+        raise BadSetting(f"rows have no pages in the {space.name} space; build the runtime with swa_pages")
 
     @property
     def next_row(self) -> int:

@@ -70,14 +70,17 @@ def missing_kernels(target: Target, provider: str) -> Unavailable:
 def _say_what_fell_back(selection: Selection) -> None:
     """Warns of the kinds of step that AITER does not serve, with the reasons."""
     for kind, kernel in selection.kernels.items():
-        reasons = [
-            f"{r.kernel}: {r.reason}"
-            for r in selection.refusals
-            if r.kind is kind and r.kernel.startswith("aiter.") and "not bound" not in r.reason
-        ]
+        refused: dict[str, dict[str, None]] = {}  # reason -> the kernels that have it
+        for r in selection.refusals:
+            if r.kind is kind and r.kernel.startswith("aiter.") and "not bound" not in r.reason:
+                refused.setdefault(r.reason, {})[r.kernel] = None
+        every = set[str]().union(*refused.values())
+        # A reason of every kernel, such as that there is no AITER, makes the others idle.
+        of_all = {reason: kernels for reason, kernels in refused.items() if len(kernels) == len(every)}
         # Kinds for which AITER has no kernels have nothing to fall back from.
-        if kernel.entry.provider != "aiter" and reasons:
-            _warn_once(f"{kind.value} steps are served by {kernel.entry.name}, not by AITER ({'; '.join(reasons)})")
+        if kernel.entry.provider != "aiter" and refused:
+            why = "; ".join(f"{', '.join(kernels)}: {reason}" for reason, kernels in (of_all or refused).items())
+            _warn_once(f"{kind.value} steps are served by {kernel.entry.name}, not by AITER ({why})")
 
 
 @cache

@@ -52,6 +52,7 @@ _MEANING = """\
 - A padded sequence has the least KV length.
 """
 
+# A provider that is not here has its own name as its title.
 _TITLES = {"aiter": "AITER", "triton": "Triton", "cpu": "CPU", "torch": "PyTorch"}
 
 
@@ -60,7 +61,10 @@ def markdown() -> str:
     parts = [_INTRODUCTION]
     for provider, entries in ENTRIES.items():
         bound = _merged([entry for entry in entries if not entry.not_bound])
-        parts += [f"## {_TITLES[provider]}\n", *(_table(each, bound) for each in (_SERVES, _SCORES, _CODED, _DEMANDS))]
+        parts += [
+            f"## {_TITLES.get(provider, provider)}\n",
+            *(_table(each, bound) for each in (_SERVES, _SCORES, _CODED, _DEMANDS)),
+        ]
         if sparse := _sparse(provider):
             parts += ["Layers with an indexer, in every kind of step, in addition to the kernels above:\n", sparse]
         if faulty := _faults(bound):

@@ -22,6 +22,7 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds, tensors_of
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import WrongState
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.problem import Problem
@@ -42,13 +43,13 @@ class LayerTap(WrappedLayers):
     _layers: LayerCalls
 
     def __init__(self) -> None:
-        self._layer = -1
+        self.is_used, self._layer = False, -1
         self._taken: Attended | None = None
         self._context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def around(self, layers: LayerCalls) -> LayerTap:
         """Wraps the layers of the step that is about to run."""
-        self._layers = layers
+        self._layers, self.is_used = layers, True
         return self
 
     def expect(self, layer: int, context: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -76,11 +77,12 @@ class SampledCheck(Generic[Outputs]):
     """Runs steps, and checks one in `every` by a second run and by a reference. Differences are logged and counted.
 
     problems: the runtime's, one for each layer
-    tap:      wraps the layers that the runner's model calls
+    tap:      LayerTap() of rocm_attn/watch/sampled_check.py; the runner's forward calls the layers of
+              tap.around(part.layers) in place of part.layers
     seed:     for the choice of layers and sequences
     evidence: keeps the inputs and the machine code of a layer that was found wrong
 
-    Raises BadSetting.
+    Raises BadSetting, and run() raises WrongState for a forward that leaves the tap out.
     """
 
     def __init__(
@@ -131,6 +133,8 @@ class SampledCheck(Generic[Outputs]):
             again = self._runner.run_eagerly(batch, pad_to)
         finally:
             taken = self._tap.take()
+        if not self._tap.is_used:
+            raise WrongState("the forward leaves the tap out; let it call the layers of tap.around(part.layers)")
         given, eager = tensors_of(outputs), tensors_of(again)
         wrong_rows = {path: rows for path in eager if (rows := rows_beyond_bounds(given[path], eager[path]))}
         self._runner.metrics.rows_differ += bool(wrong_rows)

@@ -22,7 +22,7 @@ from rocm_attn.cli.torch_failures import memory_failure
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
 from rocm_serve.cli.engine_start import EngineStart, require_files
 from rocm_serve.cli.options import ON_GENERATE
-from rocm_serve.cli.ready_engine import loaded_engine
+from rocm_serve.cli.ready_engine import layers_line, loaded_engine
 from rocm_serve.cli.request_options import request_of
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import ModelFiles, open_model
@@ -308,11 +308,8 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
 
 def _lines(report: Report) -> list[str]:
     return [
-        f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, "
-        f"{' and '.join(report.pools)} of {report.page_size} tokens",
+        layers_line(report),
         *(f"  {line}" for line in report.kernels),
-        f"{report.num_pages} pages"
-        + (f", and {report.swa_pages} for layers with a window" if report.swa_pages else ""),
         *(
             [f"{report.checkpoints} states of recurrent layers for prompts that begin alike"]
             if report.state_bytes

@@ -21,6 +21,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import default_dtype, load_model
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import ONE_RANK
+from rocm_serve.report import Report
 
 
 @contextmanager
@@ -82,6 +83,12 @@ def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:
             say(verdict.sentence)
         engine.compile_all(ProgressBar(sys.stderr, "compiling"))
     report = engine.report()
-    say(report.start_line())
-    for line in report.steps:
+    chosen = (f"  {line}" for line in report.kernels if ": not " not in line)
+    for line in (layers_line(report), *chosen, report.memory_line(), report.start_line(), *report.steps):
         say(line)
+
+
+def layers_line(report: Report) -> str:
+    """The provider of kernels, and the pages that they read, in words."""
+    pages = f"{' and '.join(report.pools)} of {report.page_size} tokens"
+    return f"provider {report.provider} on {report.device} ({report.arch}), {report.dtype}, {pages}"

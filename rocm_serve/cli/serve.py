@@ -54,6 +54,10 @@ def run(options: argparse.Namespace) -> None:
                 signal.signal(signal.SIGUSR1, lambda number, _: os.kill(engine.pid, number))
             if template is not None and tokenizer is not None:
                 tokenizer = tokenizer.with_template(template)
+            if tokenizer is None:
+                _announce("the model has no tokenizer.json; it serves prompts of token ids alone")
+            elif tokenizer.chat_template is None:
+                _announce("the model has no chat template; conversations are refused unless --chat-template is given")
             model = ServedModel(name, tokenizer, engine.limits, settings, defaults)
             ready_to_serve()
             serve(engine, model, keys, bound, _announce, traces)

@@ -94,7 +94,7 @@ def load_model(
     """
     started = time.perf_counter()
     if dtype not in DTYPES:
-        raise BadSetting(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
+        raise BadSetting(f"dtype {dtype!r} is not one of {', '.join(map(str, DTYPES))}")
     device = device_of(device)
     require_there(device)
     files, num_ranks = open_model(path), ranks.shard.num_ranks

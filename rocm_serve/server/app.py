@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import rocm_serve.request as engine_request
@@ -220,7 +221,8 @@ def _add_errors(app: FastAPI, generations: Generations) -> None:
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
-            return error_response(no_such_path(request.url.path))
+            served = (route.path for route in app.routes if isinstance(route, Route))
+            return error_response(no_such_path(request.url.path, served))
         headers, sentence = error.headers or {}, str(error.detail)
         if error.status_code == 405:
             sentence = f"{request.url.path} does not serve {request.method}; it serves {headers.get('Allow', 'others')}"
@@ -250,9 +252,15 @@ def _bad_body(errors: Sequence[Any]) -> ApiError:
     if first["type"] == "missing" and len(where) == 1:
         return bad_request(f"{field} is missing", field, code="missing_required_parameter")
     if field in SHAPES and (len(where) > 1 or first["type"] != "string_type"):  # /tokenize has a prompt of one form
-        at = f"; {'.'.join(where)} is wrong" if len(where) > 1 and where[1].isdigit() else ""
+        at = f"; {_place(errors)} is wrong" if len(where) > 1 and where[1].isdigit() else ""
         return bad_request(f"{SHAPES[field]}{at}", field)
     return bad_request(f"{'.'.join(where)}: {first['msg']}", field)
+
+
+def _place(errors: Sequence[Any]) -> str:
+    """Returns the innermost place that is wrong, without pydantic's names of the forms that a value may have."""
+    place = map(str, max(errors, key=lambda error: len(error["loc"]))["loc"])
+    return ".".join(part for part in place if part.isdigit() or (part.isidentifier() and part != "str"))
 
 
 def _document(app: FastAPI) -> None:

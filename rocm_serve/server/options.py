@@ -166,6 +166,8 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if "/" in self.host or self.host.count(":") == 1:  # an address of IPv6 has more
+            raise BadSetting(f"host is {self.host}; give an address or a name alone, and the port as --port")
         if self.served_model_name == "":
             raise BadSetting("served_model_name is empty; give a name, or leave it out for that of the model")
         self._check_tls()

@@ -5,7 +5,7 @@ instead, as all unknown ones are.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,10 +42,13 @@ def refuse_unserved(given: Mapping[str, Any], fields: Mapping[str, Unserved] = F
             raise bad_request(f"not served: {name}; {unserved.why}; leave it out", name, code="unsupported_parameter")
 
 
-def no_such_path(path: str) -> ApiError:
-    """Returns the answer to a request for a path that is not served."""
+def no_such_path(path: str, served: Iterable[str]) -> ApiError:
+    """Returns the answer to a request for a path that is not served. served: those that are"""
     parents = (path[:end] for end in range(len(path), 0, -1) if end == len(path) or path[end] == "/")
     why = next((PATHS[parent] for parent in parents if parent in PATHS), None)
     if why is None:
-        return ApiError(404, f"there is no {path}; GET /openapi.json lists the paths", code="not_found")
+        # Base URLs of clients lack /v1, or have it twice.
+        near = [each for each in served if path.rstrip("/").endswith(each.removeprefix("/v1"))]
+        hint = f"did you mean {max(near, key=len)}? " if near else ""
+        return ApiError(404, f"there is no {path}; {hint}GET /openapi.json lists the paths", code="not_found")
     return ApiError(404, f"not served: {path}; {why}", code="not_served")

@@ -190,7 +190,7 @@ def unavailable() -> Mapping[str, str]:
     if sentence := too_old(releases.aiter_version()):
         return dict.fromkeys(ENTRY_POINTS, f"{sentence}; install a later release of amd-aiter")
     complaints = {name: [entry.complaint() for entry in entries] for name, entries in ENTRY_POINTS.items()}
-    return {name: "; ".join(filter(None, each)) for name, each in complaints.items() if any(each)}
+    return {name: "; ".join(dict.fromkeys(filter(None, each))) for name, each in complaints.items() if any(each)}
 
 
 def _imported(place: str) -> object:

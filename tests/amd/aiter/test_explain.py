@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from rocm_attn.cli import explain, main
 from rocm_attn.cli.arguments import requested_target
 from rocm_attn.machine.aiter_marks import MARKS
 from rocm_attn.machine.settings import Settings
+from rocm_attn.providers.select import ENTRIES
+from rocm_attn.selection import table
 from rocm_attn.selection.table import markdown
 from tests.amd.aiter.explained import GOLDEN, MODELS, PAGE, config_of, explained, page_with_table, place
 from tests.amd.house.source_tree import ROOT
@@ -116,6 +119,12 @@ def test_a_build_that_is_named_has_no_marks_of_the_image() -> None:
 def test_the_page_of_kernels_is_current() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text()
     assert page == markdown(), "rocm-attn kernels > docs/kernels.md"
+
+
+def test_a_new_provider_has_its_part_of_the_page_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(ENTRIES["cpu"][0], name="toy.decode")
+    monkeypatch.setattr(table, "ENTRIES", {**ENTRIES, "toy": (row,)})
+    assert "## toy\n" in markdown()
 
 
 def test_the_table_of_models_is_current() -> None:

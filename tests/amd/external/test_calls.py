@@ -344,6 +344,7 @@ def test_pages_that_kernels_cannot_read_are_refused(device: torch.device, provid
         (filled.k.half(), filled.v, "k is torch.float16; its pages are"),
         (torch.cat([filled.k, filled.k]), filled.v, "kernels were chosen for 20; raise num_pages"),
         (None, filled.v, "a side of the pages of layer 0 is a NoneType; give a tensor"),
+        (filled.v.flatten()[: filled.k.numel()].view_as(filled.k), filled.v, "k and v of layer 0 are the same memory"),
         (filled.k, filled.v.tolist(), "a side of the pages of layer 0 is a list; give a tensor"),
         (filled.k, filled.v[0, 0, 0], "a side of the pages of layer 0 is .24.; give .pages, page_size, heads, elem"),
     ):

@@ -147,6 +147,23 @@ def test_a_number_of_eager_steps_that_is_none_is_refused(capture_after: Any, dev
         Tiny.build(device, "torch", [4]).runner(capture_after=capture_after)
 
 
+@pytest.mark.parametrize(
+    ("forward", "recorder", "says"),
+    [
+        (None, None, "forward is None; give the model's function of a Part"),
+        (len, "cpu", r"recorder is 'cpu'; give recorder_for\(device\), or None to run every step eagerly"),
+        (len, True, "recorder is True; give"),
+    ],
+)
+def test_a_forward_or_a_recorder_that_is_none_is_refused(
+    forward: Any, recorder: Any, says: str, device: torch.device
+) -> None:
+    """Captures failed later, and every step ran eagerly."""
+    with pytest.raises(BadSetting, match=says):
+        StepRunner(Tiny.build(device, "torch", [4]).runtime, forward, recorder)
+    assert type(recorder_for(str(device))) is type(recorder_for(device))
+
+
 def runner_of(tiny: Tiny, capture_after: int) -> StepRunner:
     return tiny.runner(capture_after=capture_after)
 

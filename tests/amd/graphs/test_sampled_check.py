@@ -13,7 +13,7 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting, DeviceFault
+from rocm_attn.errors import BadSetting, DeviceFault, WrongState
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
@@ -58,6 +58,16 @@ def test_a_request_with_nan_is_no_layer_that_went_wrong(device: torch.device) ->
     assert out[0].isnan().all()
     assert out[1].isfinite().all()
     assert compared(check) == (2, 0, 0, 0, "")
+
+
+def test_a_forward_that_leaves_the_tap_out_is_refused(device: torch.device) -> None:
+    """Steps counted as samples, and no attention was compared."""
+    tiny = Tiny.build(device, "torch")
+    check = SampledCheck(tiny.runner(graphs=False), tiny.runtime, tiny.problems, LayerTap(), every=2)
+    requests = tiny.admitted(1)
+    requests.run(check, [4])
+    with pytest.raises(WrongState, match=r"leaves the tap out; let it call the layers of tap\.around\(part\.layers\)"):
+        requests.run(check, [1])
 
 
 def test_one_step_in_so_many_is_looked_at(provider: str, device: torch.device) -> None:

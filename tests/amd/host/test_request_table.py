@@ -163,7 +163,7 @@ def test_sizes_of_narrow_types_count_as_their_values() -> None:
 def test_a_space_by_another_name_and_a_part_of_a_page_are_refused() -> None:
     table = make_table()
     row = holding(table, 5)
-    with pytest.raises(BadSetting, match="rows have no pages in the 'full' space"):
+    with pytest.raises(BadSetting, match=r"space is 'full'; give a Space, such as Space\.FULL"):
         table.pages_of(row, "full")  # type: ignore[arg-type]
     for page in (1.0, True, "1", None):
         with pytest.raises(BadSetting, match=r"^page is .*; it must be a whole number"):

@@ -61,6 +61,8 @@ from tests.amd.house.test_cli import LLAMA, config_file
         (["serve", "--port=--"], "argument --port: '--' is not a whole number"),
         (["generate", "--provider=--", "x"], "argument --provider: invalid choice: '--' (choose from auto"),
         (["serve", "--port", "-1"], "--port: -1 is below 0"),
+        (["serve", "--max-batch-size", "0"], "--max-batch-size: 0 is below 1"),
+        (["serve", "--chunk", "0"], "--chunk: 0 is below 1"),
         (["generate", "--max-new-tokens", "0", "x"], "--max-new-tokens: 0 is below 1"),
         (["generate", "--chunk", "2147483648", "x"], "--chunk: 2147483648 is above 2147483647"),
         (["soak", "--seed", "9" * 30], f"--seed: {'9' * 30} is above 2147483647"),

@@ -73,9 +73,9 @@ def test_a_path_that_is_none_is_refused(path: Any) -> None:
         load_model(path, dtype=torch.float32, device=CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
-def test_a_dtype_without_kernels_is_refused(dtype: torch.dtype, model_dir: Path) -> None:
-    with pytest.raises(BadSetting, match=f"dtype {dtype} is not one of"):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn, "float32"])
+def test_a_dtype_without_kernels_is_refused(dtype: Any, model_dir: Path) -> None:
+    with pytest.raises(BadSetting, match=f"dtype {dtype!r} is not one of"):
         load_model(model_dir, dtype=dtype, device=CPU)
 
 

@@ -34,7 +34,7 @@ def request(**fields: Any) -> Request:
         (Sampling, {"logit_bias": ((1, 200.0),)}, "logit_bias of token 1 is 200.0"),
         (Sampling, {"logit_bias": ((1, 2.0), (1, 3.0))}, "logit_bias has a token twice"),
         (Sampling, {"logit_bias": tuple((token, 1.0) for token in range(1025))}, "logit_bias has 1025 tokens"),
-        (request, {"min_tokens": 9}, "min_tokens is 9; it must be at least 0 and at most max_new_tokens, which is 8"),
+        (request, {"min_tokens": 9}, "min_tokens is 9; it must be at least 0 and at most 8, the most new tokens"),
         (request, {"logprobs": 21}, "logprobs is 21; it must be -1"),
         (request, {"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be -1"),
         (request, {"stop": ("",)}, "has 0 characters"),

@@ -301,7 +301,7 @@ def test_a_state_with_rejected_tokens_serves_none_that_were_stored_anew(
     batch = world.batch([one], [world.ids(1)])
     if on_host:
         with pytest.raises(
-            BadBatch, match=r"goes on after 12 tokens of row 1, whose state is there after 20 tokens or 10 to 11 tok"
+            BadBatch, match=r"goes on after 12 tokens of row 1, whose state is there after 20 tokens or 11 tokens; "
         ):
             world.runner.run(batch)
     else:
@@ -425,3 +425,18 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
         replace(GATED_DELTA.convolution, channels=2, width=2**30)
     with pytest.raises(BadProblem, match="silu is 'no'"):
         replace(GATED_DELTA.convolution, silu="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_tokens", [6, 7, 8])
+def test_a_refused_step_names_only_tokens_after_which_a_step_may_go_on(num_tokens: int, device: torch.device) -> None:
+    """It named the first new token of the last but one step too: the state before that step is overwritten."""
+    world = Hybrid(device, "torch")
+    (one,) = world.begun(6)
+    for _ in range(2):
+        world.step([one], [world.ids(1)])
+    world.back(one, num_tokens)
+    if num_tokens == 6:
+        with pytest.raises(BadBatch, match="after 6 tokens of row 1, whose state is there after 8 tokens or 7 tokens;"):
+            world.run([one], [world.ids(1)])
+    else:
+        world.step([one], [world.ids(1)])

@@ -99,6 +99,9 @@ def test_a_signal_lets_what_was_taken_end_and_a_second_one_does_not(number: sign
     assert server.end() == 0
 
     server = Served(model, "--max-kv-len", "500", "--num-pages", "3000")
+    server.wait_for("provider torch on cpu")
+    server.wait_for("  decode: torch.segments")
+    server.wait_for("; 3000 pages, for sequences of up to 500 tokens")
     with ask(server, stream=True, n=16, max_tokens=480):
         server.send(number)
         server.wait_for("shutting down")
@@ -129,6 +132,17 @@ def test_an_engine_that_hangs_is_killed_after_the_drain_whatever_clients_have_le
             os.kill(pid, signal.SIGSTOP)
     server.send(signal.SIGTERM)
     assert server.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [("tokenizer_config.json", "the model has no chat template; "), ("tokenizer.json", "the model has no tokenizer")],
+)
+def test_a_model_that_serves_only_some_prompts_says_so_at_start(missing: str, says: str, tmp_path: Path) -> None:
+    """Each request was refused, while /ready was right."""
+    (write_model(tmp_path) / missing).unlink()
+    with served(tmp_path) as server:
+        assert server.wait_for(says)
 
 
 # tests/amd/server/test_observed.py has that there are none without it.

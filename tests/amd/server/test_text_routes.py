@@ -162,6 +162,20 @@ def test_the_load_counts_requests_that_are_not_answered(server: Running) -> None
         end()
 
 
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/responses-api/responses/", "/v1/responses"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+def test_a_path_under_another_base_url_names_the_one_that_is_served(path: str, near: str, server: Running) -> None:
+    assert f"there is no {path}; did you mean {near}? GET" in post(server, {}, path).error["message"]
+    assert "there is no /nowhere; GET" in post(server, {}, "/nowhere").error["message"]
+
+
 def test_a_path_that_is_not_served_says_why_and_so_does_each_below_it(server: Running) -> None:
     for path in sorted(PATHS.keys() - GENERATING):
         for reply in (post(server, {}, path), send(server, "GET", path)):

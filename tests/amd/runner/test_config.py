@@ -65,6 +65,17 @@ def test_yarn_alone_makes_the_context_longer(factor: float, context_len: int) ->
         config_from_json({**given, "rope_scaling": {**scaling, "factor": 1e307 * factor}})
 
 
+@pytest.mark.parametrize("original", [{}, {"original_max_position_embeddings": 32_768}], ids=str)
+def test_the_context_ends_where_dual_chunk_attention_would_differ(original: dict[str, int]) -> None:
+    """Qwen2.5-1M's file has a million positions, of which the model learned distances up to a chunk's size alone."""
+    dual = {"chunk_size": 65_536, "local_size": 8_192, **original}
+    given = {**LLAMA31, "dual_chunk_attention_config": dual}
+    assert config_from_json(given).context_len == original.get("original_max_position_embeddings", 65_536)
+    assert config_from_json({**given, "max_position_embeddings": 1_024}).context_len == 1_024
+    with pytest.raises(BadModel, match=r"dual_chunk_attention_config: chunk_size is 0; it must be at least 1"):
+        config_from_json({**given, "dual_chunk_attention_config": {"chunk_size": 0}})
+
+
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(BadModel) as refusal:
         config_from_json({**LLAMA31, "architectures": ["MixtralForCausalLM"]})

@@ -150,6 +150,11 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
         (lambda t: t.pop(K_PROJ), f"lacks {K_PROJ}; the file is incomplete"),
         (lambda t: [t.pop(name) for name in list(t)[:5]], "and 2 more tensors"),
         (lambda t: t.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(32)}), "k_proj.bias, which Llama"),
+        (
+            lambda t: t.update({K_PROJ.replace("weight", "qweight"): t.pop(K_PROJ).int()}),
+            r"has model\.layers\.1\.self_attn\.k_proj\.qweight, which belong to quantised weights; use the unquantised",
+        ),
+        (lambda t: t.update({f"{K_PROJ}_scale_inv": torch.ones(1)}), "which belong to quantised weights; use the"),
         (lambda t: t.update({K_PROJ: torch.zeros(48, 32)}), r"k_proj.weight has shape \[48, 32\]; .* for \[32, 48\]"),
         (lambda t: t.update({K_PROJ: torch.full((32, 48), float("nan"))}), "k_proj.weight.* holds NaN or infinity"),
         (lambda t: t.update({K_PROJ: torch.zeros(32, 48, dtype=torch.int8)}), "holds torch.int8; the runner reads"),

@@ -145,7 +145,7 @@ def _open_directory(directory: Path) -> ModelFiles:
     ends = dict.fromkeys((*config.eos_token_ids, *generation.ids("eos_token_id"), *of_tokenizer))
     config = replace(config, eos_token_ids=tuple(ends))
     source: TensorSource = SafetensorsFiles(directory)
-    if "text_config" in json:  # the text model is one part of several
+    if json.get("text_config") is not None:  # the text model is one part of several
         source = RenamedTensors(source, text_name)
     if renamed := DECODERS[config.architecture].renamed:
         source = RenamedTensors(source, partial(replaced_name, renamed))

@@ -273,6 +273,13 @@ def test_files_of_a_cache_may_be_links_to_another_folder(tmp_path: Path) -> None
     assert load(snapshot).config.num_layers == load(snapshot).config.attention.num_storing
 
 
+def test_a_part_that_is_null_is_none(model_dir: Path) -> None:
+    """The names of all weights were looked for in it."""
+    path = model_dir / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "text_config": None}))
+    assert load(model_dir).config.num_layers > 0
+
+
 def test_a_device_may_be_named_as_for_a_runtime(model_dir: Path) -> None:
     """A name was refused by an AttributeError."""
     assert load_model(model_dir, dtype=torch.float32, device="cpu").weights.embedding.device == CPU

@@ -16,13 +16,14 @@ _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 def add_tokens(backend: tokenizers.Tokenizer, options: Mapping[str, object]) -> None:
     """Adds those of added_tokens_decoder under their ids, and then the special ones that the file names. options: its
 
-    Without it, a template that writes such a token would write the letters of its name. Raises BadModel.
+    Without it, a template that writes such a token would write the letters of its name. A token that pads is in no
+    text, and may be a word that others have, or have no logit; it is left out. Raises BadModel.
     """
-    numbered = Fields(options, _FILE).inner("added_tokens_decoder")
+    numbered, known = Fields(options, _FILE).inner("added_tokens_decoder"), _added_to(backend)
     lacking = {}
     for name in numbered.values:
         token = numbered.inner(name)
-        if name.isdecimal() and backend.token_to_id(token.text("content")) is None:
+        if name.isdecimal() and token.text("content") not in known:
             flags = {flag: token.flag(flag) for flag in _FLAGS if token.has(flag)}
             lacking[int(name)] = tokenizers.AddedToken(token.text("content"), **flags)
     backend.add_tokens([lacking[number] for number in sorted(lacking)])
@@ -32,7 +33,8 @@ def add_tokens(backend: tokenizers.Tokenizer, options: Mapping[str, object]) -> 
                 f"{_FILE} has {shown(added.content)} as token {number}, and after tokenizer.json it is {given}; save "
                 "the tokenizer again, or take both files from one place"
             )
-    named = dict.fromkeys(text for text in _named(options) if backend.token_to_id(text) is None)
+    known = _added_to(backend)
+    named = dict.fromkeys(text for text in _named(options) if text not in known)
     backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in named])
 
 
@@ -47,8 +49,12 @@ def text_of(token: object) -> str:
     return text if isinstance(text, str) else ""
 
 
+def _added_to(backend: tokenizers.Tokenizer) -> set[str]:
+    return {token.content for token in backend.get_added_tokens_decoder().values()}
+
+
 def _named(options: Mapping[str, object]) -> Iterator[str]:
-    yield from special_texts(options).values()
+    yield from (text for name, text in special_texts(options).items() if name != "pad_token")
     for name in _LISTS:
         more = options.get(name)
         values = more.values() if isinstance(more, Mapping) else more if isinstance(more, list) else ()

@@ -363,15 +363,32 @@ def test_tokens_that_tokenizer_json_lacks_are_added_as_in_transformers(
     assert ("<later>" in ours.decode(ours.encode(text))) == ('"special": false' in written)
 
 
-def test_a_word_that_is_a_special_token_by_name_alone_remains_a_word(
-    trained: tokenizers.Tokenizer, tmp_path: Path
+@pytest.mark.parametrize("where", [{"eos_token": "qui"}, {"added_tokens_decoder": {"{}": {"content": "qui"}}}], ids=str)
+def test_an_entry_of_the_vocabulary_may_be_a_special_token_by_that_file_alone(
+    where: dict[str, Any], trained: tokenizers.Tokenizer, tmp_path: Path
 ) -> None:
-    """Fine-tuned models pad with a letter; transformers then takes it out of every answer."""
-    trained.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "f"}')
-    ours = load_tokenizer(tmp_path)
+    backend = tokenizers.Tokenizer.from_str(trained.to_str())
+    backend.add_tokens(["qui"])
+    content = json.loads(backend.to_str())
+    entry = content["added_tokens"].pop()
+    content["model"]["vocab"]["qui"] = entry["id"]  # no merge leads to it
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(where).replace("{}", str(entry["id"])))
+    ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None
-    assert ours.decode(ours.encode("fox")) == "fox"
+    assert ours.encode("The quick fox") == fast.encode("The quick fox")
+    assert entry["id"] in ours.encode("The quick fox")
+
+
+@pytest.mark.parametrize("pad", ["f", "[PAD]"])
+def test_a_token_that_pads_is_no_part_of_a_text(pad: str, trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    """Fine-tuned models pad with a letter, which transformers takes out of every answer, or with one more token."""
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": pad}))
+    ours, text = load_tokenizer(tmp_path), f"fox {pad}"
+    assert ours is not None
+    assert ours.encode(text) == trained.encode(text).ids
+    assert ours.decode(ours.encode(text)) == text
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ from rocm_serve.text.chat_template import template_of
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
 from rocm_serve.text.tokenizer import Tokenizer
 
+_ADAPTER = "adapter_config.json"
+
 
 class ScaledTensors:
     """A TensorSource over another. factors: on rows of tensors whose names end so"""
@@ -136,6 +138,11 @@ def _open_gguf(path: Path) -> ModelFiles:
 
 
 def _open_directory(directory: Path) -> ModelFiles:
+    if (directory / _ADAPTER).is_file():  # transformers adds it to the weights
+        raise BadModel(
+            f"{directory} has {_ADAPTER}, and adapters (LoRA) are not served; merge it into the model and save that "
+            "elsewhere, or remove the file if the weights have it already"
+        )
     if not (directory / "config.json").is_file():
         raise BadModel(f"{directory} has no config.json; give the directory of a Hugging Face model")
     json, options = read_json(directory / "config.json"), _options_of_tokenizer(directory)

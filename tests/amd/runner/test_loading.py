@@ -273,6 +273,16 @@ def test_files_of_a_cache_may_be_links_to_another_folder(tmp_path: Path) -> None
     assert load(snapshot).config.num_layers == load(snapshot).config.attention.num_storing
 
 
+def test_an_adapter_is_refused_with_and_without_a_model_next_to_it(model_dir: Path, tmp_path: Path) -> None:
+    """The model was served without it, and nothing said so."""
+    alone = tmp_path / "adapter"
+    alone.mkdir()
+    for directory in (model_dir, alone):
+        (directory / "adapter_config.json").write_text("{}")
+        with pytest.raises(BadModel, match=r"has adapter_config\.json, and adapters \(LoRA\) are not served; merge it"):
+            load(directory)
+
+
 def test_a_part_that_is_null_is_none(model_dir: Path) -> None:
     """The names of all weights were looked for in it."""
     path = model_dir / "config.json"
@@ -289,7 +299,9 @@ def test_a_device_may_be_named_as_for_a_runtime(model_dir: Path) -> None:
 
 def test_a_directory_without_weights_is_refused(model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
-    with pytest.raises(BadModel, match="has neither"):
+    with pytest.raises(
+        BadModel, match=r"has neither .*; download the model again, or let transformers load and save it"
+    ):
         load(model_dir)
 
 

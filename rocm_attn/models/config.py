@@ -220,7 +220,10 @@ class ModelConfig:
                     )
         for token in self.eos_token_ids:
             if token >= self.vocab_size:
-                raise BadModel(f"end token {token} is not below the vocabulary's size {self.vocab_size}")
+                raise BadModel(
+                    f"end token {token} is not below the vocabulary's size {self.vocab_size}; correct eos_token_id in "
+                    "the model's files"
+                )
 
     @property
     def num_layers(self) -> int:

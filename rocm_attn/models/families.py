@@ -356,7 +356,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Qwen2MoeForCausalLM": Family(GroupedAttention(qwen2_moe_windows), _WINDOW_4096),
     "Qwen3MoeForCausalLM": Family(
-        GroupedAttention(window_everywhere_if_used), _WINDOW_4096, Decoder(qwen_experts, normed_heads)
+        GroupedAttention(window_everywhere_if_used), DEFAULTS["qwen3_moe"], Decoder(qwen_experts, normed_heads)
     ),
     "BambaForCausalLM": _BAMBA_FAMILY,
     "FalconH1ForCausalLM": _FALCON_H1_FAMILY,
@@ -397,14 +397,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "DeepseekV2ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v2_experts, latent_rows)),
     "DeepseekV32ForCausalLM": Family(
-        indexed_latent_layers, decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=False))
+        indexed_latent_layers,
+        DEFAULTS["deepseek_v32"],
+        Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=False)),
     ),
     "GlmMoeDsaForCausalLM": Family(
         indexed_latent_layers,
-        {"rms_norm_eps": 1e-5},
+        DEFAULTS["glm_moe_dsa"],
         Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=True)),
     ),
-    "DeepseekV3ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v3_experts, rows_as_said)),
+    "DeepseekV3ForCausalLM": Family(latent_layers, DEFAULTS["deepseek_v3"], Decoder(deepseek_v3_experts, rows_as_said)),
     "DeepseekV4ForCausalLM": Family(compressed_layers),
     "DeepseekV41ForCausalLM": Family(compressed_layers),
     "Glm5NextForConditionalGeneration": _GLM_HYBRID,

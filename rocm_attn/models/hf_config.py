@@ -9,6 +9,8 @@ from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.rope import Rope, stretched
 
+UNQUANTISED = "use the unquantised model or a GGUF file"
+
 
 def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     """The ModelConfig of a Hugging Face config.json. Raises BadModel, or Unsupported for attention of another kind."""
@@ -31,7 +33,7 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         layers=_layers(decoder, fields, attention, ropes),
         hidden_size=fields.count("hidden_size"),
         vocab_size=fields.count("vocab_size"),
-        context_len=stretched(fields.count("max_position_embeddings"), ropes),
+        context_len=stretched(_context_len(fields), ropes),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         # a file with text_config has these two next to it
         tied_embeddings=whole.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", False))
@@ -48,6 +50,13 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         factors=decoder.factors(fields),
         logits_soft_cap=fields.positive("final_logit_softcapping") if is_capped else 0.0,
     )
+
+
+def _context_len(fields: Fields) -> int:
+    """max_position_embeddings, or where dual chunk attention, which nothing here computes, begins to differ."""
+    longest, dual = fields.count("max_position_embeddings"), fields.inner("dual_chunk_attention_config")
+    plain = dual.count("original_max_position_embeddings", dual.count("chunk_size", longest))
+    return min(longest, plain)
 
 
 def _layers(
@@ -68,7 +77,7 @@ def _refuse_quantised(fields: Fields) -> None:
     if not fields.has("quantization_config"):
         return
     method = fields.inner("quantization_config").text("quant_method", "unknown")
-    remedy = "use the unquantised model or a GGUF file"
+    remedy = UNQUANTISED
     if method == "mxfp4":
         remedy = "let transformers load it with Mxfp4Config(dequantize=True) and save it in bfloat16"
     raise BadModel(f"config.json: weights quantised with {shown(method)} are not supported; {remedy}")

@@ -26,9 +26,12 @@ from rocm_serve.models.renamed_tensors import RenamedTensors, replaced_name, tex
 from rocm_serve.models.safetensors_file import SafetensorsFiles
 from rocm_serve.models.weights import ModelWeights, load_weights
 from rocm_serve.ranks import ONE_RANK, Ranks
+from rocm_serve.text.added_tokens import add_tokens, special_texts, text_of
 from rocm_serve.text.chat_template import template_of
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
 from rocm_serve.text.tokenizer import Tokenizer
+
+_ADAPTER = "adapter_config.json"
 
 
 class ScaledTensors:
@@ -135,6 +138,11 @@ def _open_gguf(path: Path) -> ModelFiles:
 
 
 def _open_directory(directory: Path) -> ModelFiles:
+    if (directory / _ADAPTER).is_file():  # transformers adds it to the weights
+        raise BadModel(
+            f"{directory} has {_ADAPTER}, and adapters (LoRA) are not served; merge it into the model and save that "
+            "elsewhere, or remove the file if the weights have it already"
+        )
     if not (directory / "config.json").is_file():
         raise BadModel(f"{directory} has no config.json; give the directory of a Hugging Face model")
     json, options = read_json(directory / "config.json"), _options_of_tokenizer(directory)
@@ -144,7 +152,7 @@ def _open_directory(directory: Path) -> ModelFiles:
     ends = dict.fromkeys((*config.eos_token_ids, *generation.ids("eos_token_id"), *of_tokenizer))
     config = replace(config, eos_token_ids=tuple(ends))
     source: TensorSource = SafetensorsFiles(directory)
-    if "text_config" in json:  # the text model is one part of several
+    if json.get("text_config") is not None:  # the text model is one part of several
         source = RenamedTensors(source, text_name)
     if renamed := DECODERS[config.architecture].renamed:
         source = RenamedTensors(source, partial(replaced_name, renamed))
@@ -193,20 +201,20 @@ def _tokenizer_of_directory(directory: Path, options: Mapping[str, object]) -> T
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise BadModel(f"{path} is not a tokenizer ({error})") from error
+    add_tokens(backend, options)
     template_file = directory / "chat_template.jinja"
     named: object = options.get("chat_template")
     if template_file.is_file():
         others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
         named = {"default": read_text(template_file), **{each.stem: read_text(each) for each in others}}
-    tokens = {name: text for name, token in options.items() if name.endswith("_token") and (text := _token_text(token))}
-    return Tokenizer(backend=backend, bos_token_id=None, chat_template=template_of(named, tokens))
+    return Tokenizer(backend=backend, bos_token_id=None, chat_template=template_of(named, special_texts(options)))
 
 
 def _ends_of(tokenizer: Tokenizer | None, options: Mapping[str, object]) -> tuple[int, ...]:
     """The end token of tokenizer_config.json, if it is there. Some fine-tuned models name that of their turns nowhere
     else.
     """
-    text = _token_text(options.get("eos_token"))
+    text = text_of(options.get("eos_token"))
     token = tokenizer.backend.token_to_id(text) if tokenizer is not None and text else None
     return () if token is None else (token,)
 
@@ -216,12 +224,6 @@ def _options_of_tokenizer(directory: Path) -> Mapping[str, object]:
     # Older versions of transformers wrote the special tokens into a file of their own.
     older = {} if "added_tokens_decoder" in options else _json_if_there(directory / "special_tokens_map.json")
     return {**options, **older}
-
-
-def _token_text(token: object) -> str:
-    """The text of a special token in tokenizer_config.json, which is a string or an object that holds one."""
-    text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else ""
 
 
 def _json_if_there(path: Path) -> Mapping[str, object]:

@@ -81,7 +81,10 @@ def _indexed(directory: Path) -> dict[Path, list[str]]:
     """file -> the tensors that the index places in it. Raises BadModel."""
     index = directory / _INDEX
     if not index.is_file():
-        raise BadModel(f"{directory} has neither {_SINGLE} nor {_INDEX}")
+        raise BadModel(
+            f"{directory} has neither {_SINGLE} nor {_INDEX}; download the model again, or let transformers load and "
+            "save it if its weights are in files of another kind"
+        )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadModel(f"{index} is not a safetensors index (weight_map is {shown(weight_map)})")

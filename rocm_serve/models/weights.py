@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import LatentProjections, LayerConfig, MixerConfig, ModelConfig, RecurrentConfig
+from rocm_attn.models.hf_config import UNQUANTISED
 from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp, NoMlp
 from rocm_attn.models.shards import WHOLE, Shard, ShardRange
 from rocm_attn.models.tensors import Shape, ShapesOfReads, TensorPart, TensorReader, TensorSource
@@ -27,6 +28,8 @@ from rocm_serve.models.recurrent import RecurrentWeights, read_recurrent
 # Six times the tensors of 61 layers with 256 experts; their names alone take a hundred megabytes.
 _MOST_TENSORS = 300_000
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Ends of names in files of GPTQ, AWQ, FP8, compressed-tensors, bitsandbytes and MXFP4. Not all say so in config.json.
+_OF_QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax", "_blocks")
 # Rows of a stored head that are compared at once.
 _ROWS_AT_ONCE = 4096
 
@@ -205,6 +208,8 @@ def _as_stored(source: TensorSource, config: ModelConfig) -> ModelConfig:
 
 def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
     expected, found = expected_shapes(config), source.shapes()
+    if quantised := [name for name in found if name.endswith(_OF_QUANTISED)]:
+        raise BadModel(f"{source.name} has {_some(quantised)}, which belong to quantised weights; {UNQUANTISED}")
     missing = [name for name in expected if name not in found]
     if missing:
         raise BadModel(f"{source.name} lacks {_some(missing)}; the file is incomplete or belongs to another model")

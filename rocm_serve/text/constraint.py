@@ -139,20 +139,22 @@ def tokens_of(tokenizer: str, vocab_size: int, ends: Sequence[int]) -> Any:
     Raises BadRequest if the library cannot read it.
     """
     try:
-        return library().LLTokenizer(_unspelled(tokenizer), n_vocab=vocab_size, eos_token=list(ends))
+        return library().LLTokenizer(_unspelled(tokenizer, vocab_size), n_vocab=vocab_size, eos_token=list(ends))
     except ValueError as error:
         raise BadRequest(
             f"this model's tokenizer cannot be used with a constraint ({error}); leave the constraint out"
         ) from error
 
 
-def _unspelled(tokenizer: str) -> str:
+def _unspelled(tokenizer: str, vocab_size: int) -> str:
     """Returns the same tokenizer with names of special tokens that no constraint spells.
 
     Otherwise the library takes a special token for such a text of a constraint. The answer would lack it, or end there.
+    Added tokens that have no logit are left out, as the library refuses them: Gemma 3 1B has one for images.
     """
     content = json.loads(tokenizer)
-    model, added = content["model"], content["added_tokens"]
+    model, added = content["model"], [each for each in content["added_tokens"] if each["id"] < vocab_size]
+    content["added_tokens"] = added
     named = {each["content"]: _NO_TEXT + each["content"] for each in added if each["special"]}
     for each in added:
         each["content"] = named.get(each["content"], each["content"])

@@ -1,10 +1,13 @@
 """ModelConfig from config.json: one sentence for all that is not read, and the frequencies of transformers."""
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rocm_attn.errors import BadModel
@@ -63,6 +66,34 @@ def test_yarn_alone_makes_the_context_longer(factor: float, context_len: int) ->
         BadModel, match=r"YaRN's factor makes the context .* tokens long; it must be at most 2147483647"
     ):
         config_from_json({**given, "rope_scaling": {**scaling, "factor": 1e307 * factor}})
+
+
+# Two other files name end tokens too. If none does, that of the class is not taken: it may be a word of this model.
+_NOT_BY_CLASS = ("architectures", "eos_token_id")
+
+
+@pytest.mark.parametrize("architecture", sorted({*DECODERS} - {"BambaForCausalLM", "DeepseekV2ForCausalLM"}))
+def test_a_field_that_is_left_out_has_the_value_of_transformers_class_or_is_refused(architecture: str) -> None:
+    """The two classes that are missing here have no complete config by themselves."""
+    config = getattr(transformers, architecture).config_class(architectures=[architecture])
+    whole = json.loads(config.to_json_string(use_diff=False))
+    expected, fields = config_from_json(whole), whole.get("text_config", whole)
+    for name in [name for name in fields if name not in _NOT_BY_CLASS]:
+        value = fields.pop(name)
+        with contextlib.suppress(BadModel):
+            assert config_from_json(whole) == expected, name
+        fields[name] = value
+
+
+@pytest.mark.parametrize("original", [{}, {"original_max_position_embeddings": 32_768}], ids=str)
+def test_the_context_ends_where_dual_chunk_attention_would_differ(original: dict[str, int]) -> None:
+    """Qwen2.5-1M's file has a million positions, of which the model learned distances up to a chunk's size alone."""
+    dual = {"chunk_size": 65_536, "local_size": 8_192, **original}
+    given = {**LLAMA31, "dual_chunk_attention_config": dual}
+    assert config_from_json(given).context_len == original.get("original_max_position_embeddings", 65_536)
+    assert config_from_json({**given, "max_position_embeddings": 1_024}).context_len == 1_024
+    with pytest.raises(BadModel, match=r"dual_chunk_attention_config: chunk_size is 0; it must be at least 1"):
+        config_from_json({**given, "dual_chunk_attention_config": {"chunk_size": 0}})
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:

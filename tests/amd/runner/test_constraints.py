@@ -66,6 +66,17 @@ def test_a_text_that_looks_like_a_special_token_is_written_as_text(constraint: C
     assert (done.text, done.finish_reason) == (text, "stop")
 
 
+def test_a_tokenizer_may_have_added_tokens_beyond_the_logits() -> None:
+    """Gemma 3 1B's has one for images, and others of fine-tuned models one that pads: constraints were refused."""
+    backend = of_characters(CHARACTERS)
+    backend.add_special_tokens([f"<{number}>" for number in range(200)])
+    larger = Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
+    model = tiny_model(tokenizer=larger, eos_token_ids=(END,))
+    assert backend.get_vocab_size() > model.config.vocab_size
+    (done,) = Engine(model, BASE).generate([Request(PROMPT, 40, constraint=Constraint.choice(["yes"]))])
+    assert (done.text, done.finish_reason) == ("yes", "stop")
+
+
 def test_a_choice_may_have_thousands_of_texts(loaded: LoadedModel) -> None:
     texts = [f"{number:04}"[::-1] for number in range(5000)]
     (done,) = Engine(loaded, BASE).generate([Request(PROMPT, 40, constraint=Constraint.choice(texts))])

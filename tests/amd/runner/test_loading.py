@@ -150,6 +150,11 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
         (lambda t: t.pop(K_PROJ), f"lacks {K_PROJ}; the file is incomplete"),
         (lambda t: [t.pop(name) for name in list(t)[:5]], "and 2 more tensors"),
         (lambda t: t.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(32)}), "k_proj.bias, which Llama"),
+        (
+            lambda t: t.update({K_PROJ.replace("weight", "qweight"): t.pop(K_PROJ).int()}),
+            r"has model\.layers\.1\.self_attn\.k_proj\.qweight, which belong to quantised weights; use the unquantised",
+        ),
+        (lambda t: t.update({f"{K_PROJ}_scale_inv": torch.ones(1)}), "which belong to quantised weights; use the"),
         (lambda t: t.update({K_PROJ: torch.zeros(48, 32)}), r"k_proj.weight has shape \[48, 32\]; .* for \[32, 48\]"),
         (lambda t: t.update({K_PROJ: torch.full((32, 48), float("nan"))}), "k_proj.weight.* holds NaN or infinity"),
         (lambda t: t.update({K_PROJ: torch.zeros(32, 48, dtype=torch.int8)}), "holds torch.int8; the runner reads"),
@@ -268,6 +273,23 @@ def test_files_of_a_cache_may_be_links_to_another_folder(tmp_path: Path) -> None
     assert load(snapshot).config.num_layers == load(snapshot).config.attention.num_storing
 
 
+def test_an_adapter_is_refused_with_and_without_a_model_next_to_it(model_dir: Path, tmp_path: Path) -> None:
+    """The model was served without it, and nothing said so."""
+    alone = tmp_path / "adapter"
+    alone.mkdir()
+    for directory in (model_dir, alone):
+        (directory / "adapter_config.json").write_text("{}")
+        with pytest.raises(BadModel, match=r"has adapter_config\.json, and adapters \(LoRA\) are not served; merge it"):
+            load(directory)
+
+
+def test_a_part_that_is_null_is_none(model_dir: Path) -> None:
+    """The names of all weights were looked for in it."""
+    path = model_dir / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "text_config": None}))
+    assert load(model_dir).config.num_layers > 0
+
+
 def test_a_device_may_be_named_as_for_a_runtime(model_dir: Path) -> None:
     """A name was refused by an AttributeError."""
     assert load_model(model_dir, dtype=torch.float32, device="cpu").weights.embedding.device == CPU
@@ -277,7 +299,9 @@ def test_a_device_may_be_named_as_for_a_runtime(model_dir: Path) -> None:
 
 def test_a_directory_without_weights_is_refused(model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
-    with pytest.raises(BadModel, match="has neither"):
+    with pytest.raises(
+        BadModel, match=r"has neither .*; download the model again, or let transformers load and save it"
+    ):
         load(model_dir)
 
 

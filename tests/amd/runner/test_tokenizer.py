@@ -337,6 +337,78 @@ def test_a_template_may_write_each_special_token_as_transformers_does(
     assert ours.conversation(said) == fast.apply_chat_template(said, tokenize=False) == "<|start|><|end|>fox<|start|>"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"added_tokens_decoder": {"{}": {"content": "<later>", "special": True, "lstrip": True}}},
+        {"added_tokens_decoder": {"{}": {"content": "<later>", "special": False}}},
+        {"eos_token": "<later>", "pad_token": "<|end|>"},
+        {"additional_special_tokens": ["<|end|>", {"content": "<later>", "__type": "AddedToken"}]},
+        {"extra_special_tokens": {"later_token": "<later>"}},
+    ],
+    ids=str,
+)
+def test_tokens_that_tokenizer_json_lacks_are_added_as_in_transformers(
+    options: dict[str, Any], trained: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    """A template's mark was split into its letters, which the model never saw there."""
+    trained.save(str(tmp_path / "tokenizer.json"))
+    written = json.dumps(options).replace("{}", str(trained.get_vocab_size()))
+    (tmp_path / "tokenizer_config.json").write_text(written)
+    ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    text = "The fox <later>fox<|end|>"
+    assert ours.encode(text) == fast.encode(text)
+    assert trained.get_vocab_size() in ours.encode(text)
+    assert ("<later>" in ours.decode(ours.encode(text))) == ('"special": false' in written)
+
+
+@pytest.mark.parametrize("where", [{"eos_token": "qui"}, {"added_tokens_decoder": {"{}": {"content": "qui"}}}], ids=str)
+def test_an_entry_of_the_vocabulary_may_be_a_special_token_by_that_file_alone(
+    where: dict[str, Any], trained: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    backend = tokenizers.Tokenizer.from_str(trained.to_str())
+    backend.add_tokens(["qui"])
+    content = json.loads(backend.to_str())
+    entry = content["added_tokens"].pop()
+    content["model"]["vocab"]["qui"] = entry["id"]  # no merge leads to it
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(where).replace("{}", str(entry["id"])))
+    ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    assert ours.encode("The quick fox") == fast.encode("The quick fox")
+    assert entry["id"] in ours.encode("The quick fox")
+
+
+@pytest.mark.parametrize("pad", ["f", "[PAD]"])
+def test_a_token_that_pads_is_no_part_of_a_text(pad: str, trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    """Fine-tuned models pad with a letter, which transformers takes out of every answer, or with one more token."""
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pad_token": pad}))
+    ours, text = load_tokenizer(tmp_path), f"fox {pad}"
+    assert ours is not None
+    assert ours.encode(text) == trained.encode(text).ids
+    assert ours.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("decoder", "sentence"),
+    [
+        ({"9000": {"content": "<later>"}}, r"^tokenizer_config.json has '<later>' as token 9000, and after tokenizer"),
+        ({"9000": {"content": 3}}, r"^tokenizer_config.json: added_tokens_decoder: 9000: content is 3; it must be a"),
+        ({"9000": "<later>"}, "added_tokens_decoder: 9000 is '<later>'; it must be an object"),
+        ([], r"added_tokens_decoder is \[\]; it must be an object"),
+    ],
+)
+def test_a_token_whose_id_no_file_gives_is_refused(
+    decoder: object, sentence: str, trained: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    with pytest.raises(BadModel, match=sentence):
+        load_tokenizer(tmp_path)
+
+
 def test_a_template_for_tools_is_read_wherever_it_is(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
     trained.save(str(tmp_path / "tokenizer.json"))
     named = [{"name": name, "template": name} for name in ("default", "tool_use")]

@@ -77,7 +77,7 @@ class LengthBounds:
     num_tokens: T, padded tokens of the step
     page_size:  tokens of a page; used if pages come as lists
     causal:     whether a sequence has no more new tokens than KV
-    num_cells:  cells of a mask that there is room for; 0: the step has no cells
+    num_cells:  cells of a mask that there is room for, which fit int32; 0: the step has no cells
     """
 
     rows: EngineRows

@@ -29,11 +29,12 @@ from rocm_attn.providers.triton_later import triton_launches
 _NARROW_BLOCKS = (16, 32)
 RIGHT_TRITON = (3, 9)
 # Mean new tokens of a step of new prompts, at most, whose rows are whole. 32 x 8 heads of 128, and in extend steps, 1 x
-# 30: 4.6 and 11.6 us; 1 x 400: 14 and 19; 32 x 30: 15 and 22; 4 x 300: 25 and 32; 64 x 128: 110 and 120 (H200).
+# 30: 4.6 and 11.6 us; 1 x 400: 14 and 19; 32 x 30: 15 and 22; 4 x 300: 25 and 32; 64 x 128: 110 and 120. 64 x 8 of 64,
+# 1 x 30: 3.6 and 9.1; 64 x 128: 113 and 164. 32 x 8 of 96, 1 x 400: 12 and 17; 64 x 128: 91 and 110 (H200).
 _MOST_OF_PROMPTS = 512
-# Wider heads were not measured. More blocks than compute units take longer there if they need not be deterministic
-# (triton_prefill.py).
-_WIDE_HEADS = 192
+# More blocks than compute units take longer with wider heads: 64 x 8 of 192, 1 x 30: 11 and 14; but 1 x 400: 45 and 27;
+# 64 x 128: 618 and 229. 16 x 8 of 256, 1 x 30: 12 and 17 (H200).
+_WIDE_HEADS = 128
 
 
 @dataclass(frozen=True, slots=True)

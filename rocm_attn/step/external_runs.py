@@ -144,7 +144,8 @@ class ExternalRuns:
             num_tokens=shape.num_tokens,
             page_size=tables.page_size,
             causal=not tables.short_kv or any(problem.causal for problem in core.kinds.problems),
-            num_cells=32 * tensors.mask_words.numel() if isinstance(step.mask, BoolCells) else 0,
+            # More cells than int32 counts are not packed.
+            num_cells=min(32 * tensors.mask_words.numel(), INT32_MAX) if isinstance(step.mask, BoolCells) else 0,
         )
         to = PublishedLengths(
             counts=tensors.counts,

@@ -326,10 +326,10 @@ def test_pages_whose_slots_are_no_int32_are_refused(device: torch.device) -> Non
     options = ExternalOptions(provider="torch", page_strides=True)
     layer = LayerSource(problem(v_head_dim=DIM))
     attention = ExternalAttention([layer], table, device=device, bounds=bounds, options=options)
-    pages = torch.zeros(1, PAGE, KV_HEADS, DIM, device=device).expand(2**27, -1, -1, -1)
+    k, v = (torch.zeros(1, PAGE, KV_HEADS, DIM, device=device).expand(2**27, -1, -1, -1) for _ in range(2))
     with pytest.raises(NeverFits, match=r"134217728 of 16 tokens each, which overflow .*give at most 134217727"):
-        attention.pages.bind(0, pages, pages)
-    attention.pages.bind(0, pages[1:], pages[1:])
+        attention.pages.bind(0, k, v)
+    attention.pages.bind(0, k[1:], v[1:])
 
 
 def test_pages_that_kernels_cannot_read_are_refused(device: torch.device, provider: str) -> None:

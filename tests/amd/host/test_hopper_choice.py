@@ -364,7 +364,7 @@ def test_short_deterministic_prefills_are_served_by_whole_rows_too(dim: int) -> 
     prefill = chosen(replace(LAYER, **of_dim(dim)), on(TRITONS[0]), deterministic=True).kernel(StepKind.PREFILL)
     assert prefill.entry.name == "triton.hopper_segment_prefill"
     kernel: Any = prefill.bound
-    short = kernel.of_shape(prompts(3, 500 if dim <= 192 else 80))
+    short = kernel.of_shape(prompts(3, 500 if dim <= 128 else 80))
     assert isinstance(short, SegmentExtend)
     assert short.cut.sharing.programs == 0
     assert isinstance(kernel.of_shape(prompts(3, 600)), HopperExtend)

@@ -193,7 +193,7 @@ def test_tokens_without_a_state_are_not_sent(provider: str, device: torch.device
     one = whole(world)
     world.step([one], [world.ids(2)])
     with pytest.raises(
-        BadBatch, match=r"state of row 1 is there after 7 tokens or 7 to 9 tokens, and 6 tokens are to be sent"
+        BadBatch, match=r"state of row 1 is there after 7 tokens or 8 to 9 tokens, and 6 tokens are to be sent"
     ):
         Sent(world, one, 6)
     filled = world.runtime.table.admit()

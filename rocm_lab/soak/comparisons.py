@@ -37,7 +37,7 @@ def compare_draft(
     rows: Tensor,
     parent: Callable[[int, int, int], int],
 ) -> None:
-    """A draft step gave what each branch sees: the prefix, its ancestors and itscene."""
+    """A draft step gave what each branch sees: the prefix, its ancestors and itself."""
     if drafts.branches > 1 and any(layer.slopes.any() for layer in scene.oracle.layers):
         return  # ALiBi counts places, and the drafts of other branches lie between those of this one
     if bool((rows[len(seqs) :] != 0).any()):

@@ -23,6 +23,7 @@ from torch import Tensor
 from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.metadata.publish_engine import keys_of_pad
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors, shares_of_seq
 
 _PAGES_AT_ONCE = 1024
@@ -95,7 +96,7 @@ def _check_pages_kernel(
             wrong |= (page == 0) & (page_no < window_no)
         num_wrong += tl.sum((wrong & (page_no < pages)).to(tl.int32), 0)
     if num_wrong > 0:
-        tl.store(kv_len + seq, tl.where(pad_kv_len > 0, tl.maximum(new, pad_kv_len), 0))
+        tl.store(kv_len + seq, keys_of_pad(new, pad_kv_len))
         tl.store(row_of_seq + seq, 0)
         tl.atomic_or(counts + _ERROR_WORD, _NOT_IN_POOL, sem="relaxed")
 

@@ -64,6 +64,12 @@ _MOST_KEYS = tl.constexpr(ALL_KEYS)  # a number of int64 would overflow its prod
 
 
 @triton.jit
+def keys_of_pad(new, pad_kv_len):
+    """The length of a sequence that becomes a pad: a key for each new token if pads have KV, else 0."""
+    return tl.where(pad_kv_len > 0, tl.maximum(new, pad_kv_len), 0)
+
+
+@triton.jit
 def _larger(a, b):
     return tl.maximum(a, b)
 
@@ -205,7 +211,7 @@ def _publish_engine_kernel(
         tl.store(engine_row + seq, tl.where(is_live, row, 0).to(tl.int32), mask=inside)
         tl.store(row_of_seq + seq, tl.where(is_live, own_row, 0), mask=inside)
         # If a sequence has new tokens and no KV, they must see nothing.
-        of_pad = tl.where(pad_kv_len > 0, tl.maximum(tl.minimum(taken, kv_bound), pad_kv_len), 0)
+        of_pad = keys_of_pad(tl.minimum(taken, kv_bound), pad_kv_len)
         tl.store(kv_len + seq, tl.where(is_live, length, of_pad).to(tl.int32), mask=inside)
         tl.store(q_len + seq, tl.where(given, taken, pad_q_len).to(tl.int32), mask=inside)
     # counts_before is mostly counts itself: every thread must have read it before one overwrites it.

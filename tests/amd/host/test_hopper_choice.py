@@ -99,6 +99,14 @@ def test_pages_of_other_slots_than_were_promised_are_refused_as_they_are_bound()
         attention.pages.bind(0, rows[..., :128], rows[..., 128:])
 
 
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN])
+def test_hoppers_kernel_takes_few_tokens_over_codes_too(scales: Scales) -> None:
+    coded = replace(LAYER, kv_encoding=KVEncoding.E4M3FN, kv_scales=scales)
+    assert isinstance(chosen(coded, on(TRITONS[0])).kernel(StepKind.EXTEND).bound, HopperExtend)
+    few, *_ = kernels_by_tokens(chosen(LAYER, on(TRITONS[0])).kernel(StepKind.EXTEND).bound)
+    assert isinstance(few, TritonExtend)
+
+
 DETERMINISTIC = {
     "triton.hopper_segment_extend": [
         {},

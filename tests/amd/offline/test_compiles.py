@@ -74,7 +74,7 @@ SPILLED_ON_SM_90 = {
     "_decode_kernel": 88,
     "_extend_kernel": 696,
     "_segment_decode_kernel": 152,
-    "_segment_extend_kernel": 456,
+    "_segment_extend_kernel": 928,
     "_latent_decode_kernel": 768,
     "_latent_extend_kernel": 512,
     "_latent_segment_decode_kernel": 104,

@@ -21,11 +21,11 @@ The last three belong to decode steps, in which a token has the number of its se
 
 Tokens at or past num_tokens receive position 0, last key -1 and slot 0. Tokens at or past q_indptr[S], which are of no
 sequence, receive the last one of S and row 0. Entries after the last page, in page_list and block_table, receive page 0
-for kernels that read ahead, or if it is a real page, which may hold NaN, the last page of the last live sequence. So do
-the entries in page_list of pads that have KV. A token or page beyond its sequence's row of the table, which lengths
-that only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0 sets
-TOKEN_WITHOUT_PAGE in the error word, and one whose window or chunk begins there sets WINDOW_WITHOUT_PAGE. Where page 0
-is a real page (TableTerms), slots of pads and of tokens without a page are -1.
+for kernels that read ahead, or if it is a real page, which may hold NaN, the last page of the last sequence that has KV
+and is no pad. So do the entries in page_list of pads that have KV. A token or page beyond its sequence's row of the
+table, which lengths that only the device knows may bring, meets page 0 and never another row's page. A live token that
+meets page 0 sets TOKEN_WITHOUT_PAGE in the error word, and one whose window or chunk begins there sets
+WINDOW_WITHOUT_PAGE. Where page 0 is a real page (TableTerms), slots of pads and of tokens without a page are -1.
 
 A program has one role, by its id: boundaries of a block of sequences, or a share of one sequence's tokens, of its
 pages in the list, or of its row of the block table. The shares follow from the padded sizes, never from the lengths.
@@ -158,7 +158,8 @@ def _fill_kernel(
     else:
         if WITH_BLOCK_TABLE:
             dense_table = TableRole(block_table, block_table_stride, block_table_width)
-            write_block_table(Share(row_share, row_shares), seqs, request_table, dense_table, PAGE_SIZE, NULL_PAGE)
+            share = Share(row_share, row_shares)
+            write_block_table(share, seqs, request_table, dense_table, PAGE_SIZE, NULL_PAGE, PADS_HAVE_KV)
 
 
 # The kernel's tensors, in the order in which it takes them.

@@ -237,11 +237,18 @@ def write_tokens(
 
 
 @triton.jit
-def _page_to_read_ahead(seqs, table, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr):
-    """Page 0 if it is zero. If not, it may hold NaN, and the last page of the last sequence holds its tokens."""
+def _page_to_read_ahead(seqs, table, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr, PADS_HAVE_KV: tl.constexpr):
+    """Page 0 if it is zero. If not, it may hold NaN, and the last page of a sequence with KV holds its tokens."""
     page = 0
     if not NULL_PAGE:
-        last = tl.maximum(tl.load(seqs.counts) - 1, 0)
+        last = tl.zeros([_SEQS], tl.int32)
+        for first in range(0, seqs.num, _SEQS):
+            seq = first + tl.arange(0, _SEQS)
+            has_kv = tl.load(seqs.kv_len + seq, mask=seq < seqs.num, other=0) > 0
+            if PADS_HAVE_KV:
+                has_kv &= tl.load(seqs.row_of_seq + seq, mask=seq < seqs.num, other=0) > 0
+            last = tl.maximum(last, tl.where(has_kv, seq, 0))
+        last = tl.max(last, 0)
         pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + last), PAGE_SIZE), table.width)
         line = table.entries + tl.load(seqs.row_of_seq + last).to(tl.int64) * table.stride
         page = tl.where(pages > 0, tl.load(line + tl.maximum(pages, 1) - 1), 0)
@@ -260,7 +267,7 @@ def write_page_list(
     PADS_HAVE_KV: tl.constexpr,
 ):
     """A share of one sequence's pages, and one of the entries after all sequences."""
-    ahead = _page_to_read_ahead(seqs, table, PAGE_SIZE, NULL_PAGE)
+    ahead = _page_to_read_ahead(seqs, table, PAGE_SIZE, NULL_PAGE, PADS_HAVE_KV)
     seq = share.id // share.of
     before, total = _units_around(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
     pages = _units(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
@@ -280,9 +287,17 @@ def write_page_list(
 
 
 @triton.jit
-def write_block_table(share, seqs, table, block_table, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr):
+def write_block_table(
+    share,
+    seqs,
+    table,
+    block_table,
+    PAGE_SIZE: tl.constexpr,
+    NULL_PAGE: tl.constexpr,
+    PADS_HAVE_KV: tl.constexpr,
+):
     """A share of one sequence's row of another table."""
-    ahead = _page_to_read_ahead(seqs, table, PAGE_SIZE, NULL_PAGE)
+    ahead = _page_to_read_ahead(seqs, table, PAGE_SIZE, NULL_PAGE, PADS_HAVE_KV)
     seq = share.id // share.of
     # Pages past the table are left out for the reason given in write_page_list.
     pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + seq), PAGE_SIZE), table.width)

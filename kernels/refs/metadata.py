@@ -345,7 +345,10 @@ def _page_to_read_ahead(step: StepTensors, pages: Tensor) -> Tensor:
     """int32 [1]: see fill_roles.py. pages: of each sequence"""
     if step.terms.null_page:
         return pages.new_zeros(1)
-    last = (step.counts[:1] - 1).clamp(min=0)
+    has_kv = step.kv_len > 0
+    if step.pads.kv_len:
+        has_kv &= step.row_of_seq > 0
+    last = torch.where(has_kv, torch.arange(len(pages), device=pages.device), 0).amax(0, keepdim=True)
     page_no = pages[last].clamp(max=step.table.shape[1]) - 1
     return torch.where(page_no < 0, 0, step.table[step.row_of_seq[last].long(), page_no.clamp(min=0).long()])
 

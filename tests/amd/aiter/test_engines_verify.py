@@ -250,6 +250,12 @@ def test_a_real_page_0_is_not_read_ahead(aiter: StandIn, monkeypatch: pytest.Mon
     engine.pages.k[0] = engine.pages.v[0] = float("nan")
     for new, padded in (([9, 2, 7], 20), ([1, 4, 2], 8), ([1, 1], 2)):
         engine.run(new, padded)
+    engine.write([1, 1, 1])
+    engine.table[2, 0] = -1  # the last sequence is lost
+    given = engine.rows(2, 3)
+    engine.begin([1, 1, 1], 3, 1, captured=False)
+    engine.attention.fill()
+    engine.keep([1, 1], given, engine.forward(*given))
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

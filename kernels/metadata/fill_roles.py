@@ -25,13 +25,18 @@ _WINDOW_WITHOUT_PAGE = tl.constexpr(error_word.WINDOW_WITHOUT_PAGE)
 
 
 class Seqs(NamedTuple):
-    """The `num` padded sequences of a step."""
+    """The `num` padded sequences of a step.
+
+    Their tokens see at most window_left keys before their own, and none before their chunk of `chunk` keys.
+    """
 
     counts: tl.tensor
     row_of_seq: tl.tensor
     kv_len: tl.tensor
     q_len: tl.tensor
     num: tl.tensor
+    window_left: tl.tensor
+    chunk: tl.tensor
 
 
 class TableRole(NamedTuple):
@@ -71,10 +76,7 @@ class Groups(NamedTuple):
 
 
 class TokenRoles(NamedTuple):
-    """Tensors with an element for each of `num` padded tokens.
-
-    They see at most window_left keys before their own, and none before their chunk of `chunk` keys.
-    """
+    """Tensors with an element for each of `num` padded tokens."""
 
     seq: tl.tensor
     row: tl.tensor
@@ -82,8 +84,6 @@ class TokenRoles(NamedTuple):
     last_key: tl.tensor
     slot: tl.tensor
     num: tl.tensor
-    window_left: tl.tensor
-    chunk: tl.tensor
 
 
 @triton.jit
@@ -222,7 +222,7 @@ def write_tokens(
             needs_page = live & (kv_index >= 0)
         tl.atomic_or(error, _TOKEN_WITHOUT_PAGE, mask=needs_page & (page <= NO_PAGE), sem="relaxed")
         # Pages are given back from the front: if the first one that the token sees is there, all are.
-        first_key = tl.maximum(position - tokens.window_left, position - position % tokens.chunk)
+        first_key = tl.maximum(position - seqs.window_left, position - position % seqs.chunk)
         first_no = tl.maximum(first_key, 0) // PAGE_SIZE
         first_page = tl.load(table.entries + row * table.stride + first_no, mask=in_row, other=1)
         tl.atomic_or(error, _WINDOW_WITHOUT_PAGE, mask=first_page <= NO_PAGE, sem="relaxed")
@@ -234,6 +234,19 @@ def write_tokens(
         tl.store(tokens.position + token, zeros, mask=token < tokens.num)
         tl.store(tokens.last_key + token, zeros - 1, mask=token < tokens.num)
         tl.store(tokens.slot + token, zeros + NO_PAGE, mask=token < tokens.num)
+
+
+@triton.jit
+def first_page_seen(length, new, window_left, chunk, PAGE_SIZE: tl.constexpr):
+    """The first page that new tokens see a key of; those before it may have been given back."""
+    start = tl.maximum(length - new, 0)
+    return tl.maximum(start - window_left, start - start % chunk) // PAGE_SIZE
+
+
+@triton.jit
+def _first_page_of(seqs, seq, PAGE_SIZE: tl.constexpr):
+    length, new = tl.load(seqs.kv_len + seq), tl.load(seqs.q_len + seq)
+    return first_page_seen(length, new, seqs.window_left, seqs.chunk, PAGE_SIZE)
 
 
 @triton.jit
@@ -272,14 +285,17 @@ def write_page_list(
     before, total = _units_around(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
     pages = _units(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
+    first_no = _first_page_of(seqs, seq, PAGE_SIZE)
     for first in range((share.id % share.of) * _PAGES, pages, share.of * _PAGES):
         page_no = first + tl.arange(0, _PAGES)
         # Nothing of a live sequence is left out: the list has room for full rows, and one that is longer than its row
         # has its newest token past it, which write_tokens reports.
         live = page_no < pages
         page = tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)
+        is_unseen = page_no < first_no
         if PADS_HAVE_KV:
-            page = tl.where(row == 0, ahead, page)
+            is_unseen |= row == 0
+        page = tl.where(is_unseen, ahead, page)
         tl.store(page_list + before + page_no, page, mask=live & (before + page_no < page_list_len))
     for first in range(total + share.id * _PAGES, page_list_len, seqs.num * share.of * _PAGES):
         entry = first + tl.arange(0, _PAGES)
@@ -302,8 +318,10 @@ def write_block_table(
     # Pages past the table are left out for the reason given in write_page_list.
     pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + seq), PAGE_SIZE), table.width)
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
+    first_no = _first_page_of(seqs, seq, PAGE_SIZE)
     for first in range((share.id % share.of) * _PAGES, block_table.width, share.of * _PAGES):
         page_no = first + tl.arange(0, _PAGES)
-        page = tl.load(table.entries + row * table.stride + page_no, mask=page_no < pages, other=ahead)
+        is_seen = (page_no >= first_no) & (page_no < pages)
+        page = tl.load(table.entries + row * table.stride + page_no, mask=is_seen, other=ahead)
         cell = block_table.entries + seq.to(tl.int64) * block_table.stride + page_no
         tl.store(cell, page, mask=page_no < block_table.width)

@@ -258,6 +258,20 @@ def test_a_real_page_0_is_not_read_ahead(aiter: StandIn, monkeypatch: pytest.Mon
     engine.keep([1, 1], given, engine.forward(*given))
 
 
+@pytest.mark.parametrize("gone", [-1, 1_000_000])
+@pytest.mark.parametrize(
+    "problem", [PROBLEMS["vectorised, window"][0], replace(plain_problem(), window_left=5)], ids=str
+)
+@pytest.mark.parametrize("is_vllm", [True], ids=["vllm"])
+def test_an_entry_before_a_window_may_be_any_number(gone: int, engine: Engine) -> None:
+    """Functions begin with a whole tile of keys, or with the first page, and read beyond the pool."""
+    engine.run([40, 33, 20], 93)
+    engine.table[0, :2] = engine.table[1, :1] = gone
+    for new, padded in (([1, 4, 2], 8), ([7, 2, 5], 14), ([1, 1], 2)):
+        engine.run(new, padded)
+    engine.attention.check_device()
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_no_tail_of_a_pad_is_cleared_in_a_page_0_that_a_request_has(
     is_lost: bool, aiter: StandIn, monkeypatch: pytest.MonkeyPatch

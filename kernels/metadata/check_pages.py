@@ -23,6 +23,7 @@ from torch import Tensor
 from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.metadata.fill_roles import first_page_seen
 from rocm_attn.kernels.metadata.publish_engine import keys_of_pad
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors, shares_of_seq
 
@@ -81,8 +82,7 @@ def _check_pages_kernel(
     pages = tl.where(is_live, tl.minimum(tl.cdiv(length, PAGE_SIZE), table_width), 0)
     # Tokens before the KV, which short sequences have, see no key: their places lose nothing.
     new = tl.load(q_len + seq)
-    start = tl.maximum(length - new, 0)
-    window_no = tl.maximum(start - window_left, start - start % chunk) // PAGE_SIZE
+    window_no = first_page_seen(length, new, window_left, chunk, PAGE_SIZE)
     first_no = window_no
     if SPANS_PASS:
         first_of_spans = _first_of_spans(counts, q_len, span_begin, span_end, seq, BLOCK)

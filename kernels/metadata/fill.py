@@ -20,12 +20,13 @@
 The last three belong to decode steps, in which a token has the number of its sequence.
 
 Tokens at or past num_tokens receive position 0, last key -1 and slot 0. Tokens at or past q_indptr[S], which are of no
-sequence, receive the last one of S and row 0. Entries after the last page, in page_list and block_table, receive page 0
-for kernels that read ahead, or if it is a real page, which may hold NaN, the last page of the last live sequence. So do
-the entries in page_list of pads that have KV. A token or page beyond its sequence's row of the table, which lengths
-that only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0 sets
-TOKEN_WITHOUT_PAGE in the error word, and one whose window or chunk begins there sets WINDOW_WITHOUT_PAGE. Where page 0
-is a real page (TableTerms), slots of pads and of tokens without a page are -1.
+sequence, receive the last one of S and row 0. In page_list and block_table, entries after a sequence's last page, and
+before the first that its new tokens see, receive page 0 for kernels that read around them, or if it is a real page,
+which may hold NaN, the last page of the last sequence that has KV and is no pad. So do the entries in page_list of pads
+that have KV. A token or page beyond its sequence's row of the table, which lengths that only the device knows may
+bring, meets page 0 and never another row's page. A live token that meets page 0 sets TOKEN_WITHOUT_PAGE in the error
+word, and one whose window or chunk begins there sets WINDOW_WITHOUT_PAGE. Where page 0 is a real page (TableTerms),
+slots of pads and of tokens without a page are -1.
 
 A program has one role, by its id: boundaries of a block of sequences, or a share of one sequence's tokens, of its
 pages in the list, or of its row of the block table. The shares follow from the padded sizes, never from the lengths.
@@ -130,7 +131,7 @@ def _fill_kernel(
     token_share = block - tl.cdiv(num_seqs_padded + 1, _SEQS)
     list_share = token_share - num_seqs_padded * token_shares
     row_share = list_share - num_seqs_padded * list_shares
-    seqs = Seqs(counts, row_of_seq, kv_len, q_len, num_seqs_padded)
+    seqs = Seqs(counts, row_of_seq, kv_len, q_len, num_seqs_padded, window_left, chunk)
     request_table = TableRole(table, table_stride, table_width)
     if token_share < 0:
         boundaries = SequenceRoles(q_indptr, last_token_of_seq, page_indptr, last_page_len, kv_len_int64, mask_indptr)
@@ -146,8 +147,6 @@ def _fill_kernel(
             last_key_of_token,
             slot_of_token,
             num_tokens_padded,
-            window_left,
-            chunk,
         )
         share = Share(token_share, token_shares)
         write_tokens(share, seqs, request_table, tokens, PAGE_SIZE, NULL_PAGE, SHORT_KV, PADS_HAVE_KV)
@@ -158,7 +157,8 @@ def _fill_kernel(
     else:
         if WITH_BLOCK_TABLE:
             dense_table = TableRole(block_table, block_table_stride, block_table_width)
-            write_block_table(Share(row_share, row_shares), seqs, request_table, dense_table, PAGE_SIZE, NULL_PAGE)
+            share = Share(row_share, row_shares)
+            write_block_table(share, seqs, request_table, dense_table, PAGE_SIZE, NULL_PAGE, PADS_HAVE_KV)
 
 
 # The kernel's tensors, in the order in which it takes them.

@@ -25,13 +25,18 @@ _WINDOW_WITHOUT_PAGE = tl.constexpr(error_word.WINDOW_WITHOUT_PAGE)
 
 
 class Seqs(NamedTuple):
-    """The `num` padded sequences of a step."""
+    """The `num` padded sequences of a step.
+
+    Their tokens see at most window_left keys before their own, and none before their chunk of `chunk` keys.
+    """
 
     counts: tl.tensor
     row_of_seq: tl.tensor
     kv_len: tl.tensor
     q_len: tl.tensor
     num: tl.tensor
+    window_left: tl.tensor
+    chunk: tl.tensor
 
 
 class TableRole(NamedTuple):
@@ -71,10 +76,7 @@ class Groups(NamedTuple):
 
 
 class TokenRoles(NamedTuple):
-    """Tensors with an element for each of `num` padded tokens.
-
-    They see at most window_left keys before their own, and none before their chunk of `chunk` keys.
-    """
+    """Tensors with an element for each of `num` padded tokens."""
 
     seq: tl.tensor
     row: tl.tensor
@@ -82,8 +84,6 @@ class TokenRoles(NamedTuple):
     last_key: tl.tensor
     slot: tl.tensor
     num: tl.tensor
-    window_left: tl.tensor
-    chunk: tl.tensor
 
 
 @triton.jit
@@ -222,7 +222,7 @@ def write_tokens(
             needs_page = live & (kv_index >= 0)
         tl.atomic_or(error, _TOKEN_WITHOUT_PAGE, mask=needs_page & (page <= NO_PAGE), sem="relaxed")
         # Pages are given back from the front: if the first one that the token sees is there, all are.
-        first_key = tl.maximum(position - tokens.window_left, position - position % tokens.chunk)
+        first_key = tl.maximum(position - seqs.window_left, position - position % seqs.chunk)
         first_no = tl.maximum(first_key, 0) // PAGE_SIZE
         first_page = tl.load(table.entries + row * table.stride + first_no, mask=in_row, other=1)
         tl.atomic_or(error, _WINDOW_WITHOUT_PAGE, mask=first_page <= NO_PAGE, sem="relaxed")
@@ -237,11 +237,31 @@ def write_tokens(
 
 
 @triton.jit
-def _page_to_read_ahead(seqs, table, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr):
-    """Page 0 if it is zero. If not, it may hold NaN, and the last page of the last sequence holds its tokens."""
+def first_page_seen(length, new, window_left, chunk, PAGE_SIZE: tl.constexpr):
+    """The first page that new tokens see a key of; those before it may have been given back."""
+    start = tl.maximum(length - new, 0)
+    return tl.maximum(start - window_left, start - start % chunk) // PAGE_SIZE
+
+
+@triton.jit
+def _first_page_of(seqs, seq, PAGE_SIZE: tl.constexpr):
+    length, new = tl.load(seqs.kv_len + seq), tl.load(seqs.q_len + seq)
+    return first_page_seen(length, new, seqs.window_left, seqs.chunk, PAGE_SIZE)
+
+
+@triton.jit
+def _page_to_read_ahead(seqs, table, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr, PADS_HAVE_KV: tl.constexpr):
+    """Page 0 if it is zero. If not, it may hold NaN, and the last page of a sequence with KV holds its tokens."""
     page = 0
     if not NULL_PAGE:
-        last = tl.maximum(tl.load(seqs.counts) - 1, 0)
+        last = tl.zeros([_SEQS], tl.int32)
+        for first in range(0, seqs.num, _SEQS):
+            seq = first + tl.arange(0, _SEQS)
+            has_kv = tl.load(seqs.kv_len + seq, mask=seq < seqs.num, other=0) > 0
+            if PADS_HAVE_KV:
+                has_kv &= tl.load(seqs.row_of_seq + seq, mask=seq < seqs.num, other=0) > 0
+            last = tl.maximum(last, tl.where(has_kv, seq, 0))
+        last = tl.max(last, 0)
         pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + last), PAGE_SIZE), table.width)
         line = table.entries + tl.load(seqs.row_of_seq + last).to(tl.int64) * table.stride
         page = tl.where(pages > 0, tl.load(line + tl.maximum(pages, 1) - 1), 0)
@@ -260,19 +280,22 @@ def write_page_list(
     PADS_HAVE_KV: tl.constexpr,
 ):
     """A share of one sequence's pages, and one of the entries after all sequences."""
-    ahead = _page_to_read_ahead(seqs, table, PAGE_SIZE, NULL_PAGE)
+    ahead = _page_to_read_ahead(seqs, table, PAGE_SIZE, NULL_PAGE, PADS_HAVE_KV)
     seq = share.id // share.of
     before, total = _units_around(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
     pages = _units(seqs.kv_len, seq, seqs.num, PAGE_SIZE)
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
+    first_no = _first_page_of(seqs, seq, PAGE_SIZE)
     for first in range((share.id % share.of) * _PAGES, pages, share.of * _PAGES):
         page_no = first + tl.arange(0, _PAGES)
         # Nothing of a live sequence is left out: the list has room for full rows, and one that is longer than its row
         # has its newest token past it, which write_tokens reports.
         live = page_no < pages
         page = tl.load(table.entries + row * table.stride + page_no, mask=live & (page_no < table.width), other=0)
+        is_unseen = page_no < first_no
         if PADS_HAVE_KV:
-            page = tl.where(row == 0, ahead, page)
+            is_unseen |= row == 0
+        page = tl.where(is_unseen, ahead, page)
         tl.store(page_list + before + page_no, page, mask=live & (before + page_no < page_list_len))
     for first in range(total + share.id * _PAGES, page_list_len, seqs.num * share.of * _PAGES):
         entry = first + tl.arange(0, _PAGES)
@@ -280,15 +303,25 @@ def write_page_list(
 
 
 @triton.jit
-def write_block_table(share, seqs, table, block_table, PAGE_SIZE: tl.constexpr, NULL_PAGE: tl.constexpr):
+def write_block_table(
+    share,
+    seqs,
+    table,
+    block_table,
+    PAGE_SIZE: tl.constexpr,
+    NULL_PAGE: tl.constexpr,
+    PADS_HAVE_KV: tl.constexpr,
+):
     """A share of one sequence's row of another table."""
-    ahead = _page_to_read_ahead(seqs, table, PAGE_SIZE, NULL_PAGE)
+    ahead = _page_to_read_ahead(seqs, table, PAGE_SIZE, NULL_PAGE, PADS_HAVE_KV)
     seq = share.id // share.of
     # Pages past the table are left out for the reason given in write_page_list.
     pages = tl.minimum(tl.cdiv(tl.load(seqs.kv_len + seq), PAGE_SIZE), table.width)
     row = tl.load(seqs.row_of_seq + seq).to(tl.int64)
+    first_no = _first_page_of(seqs, seq, PAGE_SIZE)
     for first in range((share.id % share.of) * _PAGES, block_table.width, share.of * _PAGES):
         page_no = first + tl.arange(0, _PAGES)
-        page = tl.load(table.entries + row * table.stride + page_no, mask=page_no < pages, other=ahead)
+        is_seen = (page_no >= first_no) & (page_no < pages)
+        page = tl.load(table.entries + row * table.stride + page_no, mask=is_seen, other=ahead)
         cell = block_table.entries + seq.to(tl.int64) * block_table.stride + page_no
         tl.store(cell, page, mask=page_no < block_table.width)

@@ -22,7 +22,7 @@ from rocm_attn.kernels.metadata.error_word import (
 )
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, STEP
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
-from rocm_attn.kernels.refs.metadata import echo_step_before
+from rocm_attn.kernels.refs.metadata import echo_step_before, first_page_seen
 
 
 def publish_engine(
@@ -133,8 +133,7 @@ def check_pages(
     seq, page_no = (torch.arange(n, device=device) for n in (len(step.kv_len), table_width))
     # The largest published length fits a row; tokens before the KV, which short sequences have, see no key.
     pages = torch.where(seq < step.counts[0], (step.kv_len + page_size - 1) // page_size, 0)
-    start = (step.kv_len - step.q_len).clamp(min=0)
-    window_no = (start - window_left).maximum(start - start % chunk) // page_size
+    window_no = first_page_seen(step, page_size, window_left, chunk)
     first_no = window_no.minimum(_first_of_spans(step) // page_size) if spans_pass else window_no
     looked_at = (page_no >= first_no[:, None]) & (page_no < pages[:, None])
     page = step.table[step.row_of_seq.long()]

@@ -270,11 +270,12 @@ def fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEYS, chun
     step.last_token_of_seq.copy_(torch.where(step.q_len > 0, step.q_indptr[1:] - 1, 0))
     _write_tokens(step, first_token, page_size, window_left, chunk)
     pages = (step.kv_len + page_size - 1) // page_size
+    first_no = first_page_seen(step, page_size, window_left, chunk)
     if step.page_indptr.numel():
-        _write_page_list(step, _write_indptr(step.page_indptr, pages), pages)
+        _write_page_list(step, _write_indptr(step.page_indptr, pages), pages, first_no)
         step.last_page_len.copy_(torch.where(step.kv_len > 0, (step.kv_len - 1) % page_size + 1, 1))
     if step.block_table.numel():
-        _write_block_table(step, pages)
+        _write_block_table(step, pages, first_no)
     if step.kv_len_int64.numel():
         step.kv_len_int64.copy_(step.kv_len)
     if step.mask_indptr.numel():
@@ -320,7 +321,13 @@ def _write_tokens(step: StepTensors, first_token: Tensor, page_size: int, window
     step.counts[ERROR_WORD].bitwise_or_(is_blind.to(torch.int32) * WINDOW_WITHOUT_PAGE)
 
 
-def _write_page_list(step: StepTensors, first_entry: Tensor, pages: Tensor) -> None:
+def first_page_seen(step: StepTensors, page_size: int, window_left: int, chunk: int) -> Tensor:
+    """int32 [S]: see fill_roles.py."""
+    start = (step.kv_len - step.q_len).clamp(min=0)
+    return torch.maximum(start - window_left, start - start % chunk) // page_size
+
+
+def _write_page_list(step: StepTensors, first_entry: Tensor, pages: Tensor, first_no: Tensor) -> None:
     num_seqs = step.kv_len.shape[0]
     entry = torch.arange(step.page_list.shape[0], device=step.counts.device)
     seq = torch.searchsorted(first_entry + pages, entry, right=True)
@@ -328,14 +335,16 @@ def _write_page_list(step: StepTensors, first_entry: Tensor, pages: Tensor) -> N
     seq = seq.clamp(max=num_seqs - 1)
     page_no = torch.where(live, entry - first_entry[seq], 0)
     ahead, row = _page_to_read_ahead(step, pages), step.row_of_seq[seq]
+    live &= page_no >= first_no[seq]
     if step.pads.kv_len:
         live &= row > 0
     step.page_list.copy_(torch.where(live, _pages_at(step, row, page_no, 0), ahead))
 
 
-def _write_block_table(step: StepTensors, pages: Tensor) -> None:
+def _write_block_table(step: StepTensors, pages: Tensor, first_no: Tensor) -> None:
     width = min(step.block_table.shape[1], step.table.shape[1])
-    live = torch.arange(width, device=step.counts.device) < pages[:, None]
+    page_no = torch.arange(width, device=step.counts.device)
+    live = (page_no >= first_no[:, None]) & (page_no < pages[:, None])
     ahead = _page_to_read_ahead(step, pages)
     step.block_table[:, width:].copy_(ahead)
     step.block_table[:, :width].copy_(torch.where(live, step.table[step.row_of_seq.long(), :width], ahead))
@@ -345,7 +354,10 @@ def _page_to_read_ahead(step: StepTensors, pages: Tensor) -> Tensor:
     """int32 [1]: see fill_roles.py. pages: of each sequence"""
     if step.terms.null_page:
         return pages.new_zeros(1)
-    last = (step.counts[:1] - 1).clamp(min=0)
+    has_kv = step.kv_len > 0
+    if step.pads.kv_len:
+        has_kv &= step.row_of_seq > 0
+    last = torch.where(has_kv, torch.arange(len(pages), device=pages.device), 0).amax(0, keepdim=True)
     page_no = pages[last].clamp(max=step.table.shape[1]) - 1
     return torch.where(page_no < 0, 0, step.table[step.row_of_seq[last].long(), page_no.clamp(min=0).long()])
 

@@ -55,8 +55,8 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
 def _context_len(fields: Fields) -> int:
     """max_position_embeddings, or where dual chunk attention, which nothing here computes, begins to differ."""
     longest, dual = fields.count("max_position_embeddings"), fields.inner("dual_chunk_attention_config")
-    plain = dual.count("original_max_position_embeddings", dual.count("chunk_size", longest))
-    return min(longest, plain)
+    plain = (dual.count(name, longest) for name in ("chunk_size", "original_max_position_embeddings"))
+    return min(longest, *plain)
 
 
 def _layers(

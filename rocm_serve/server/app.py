@@ -258,8 +258,10 @@ def _bad_body(errors: Sequence[Any]) -> ApiError:
 
 
 def _place(errors: Sequence[Any]) -> str:
-    """Returns the innermost place that is wrong, without pydantic's names of the forms that a value may have."""
-    place = map(str, max(errors, key=lambda error: len(error["loc"]))["loc"])
+    """Returns the innermost wrong place in the first wrong item, without pydantic's names of a value's forms."""
+    item = errors[0]["loc"][:2]
+    innermost = max((error for error in errors if error["loc"][:2] == item), key=lambda error: len(error["loc"]))
+    place = map(str, innermost["loc"])
     return ".".join(part for part in place if part.isdigit() or (part.isidentifier() and part != "str"))
 
 

@@ -8,6 +8,8 @@ from rocm_attn.errors import BadModel
 from rocm_attn.models.fields import Fields, shown
 
 _FILE = "tokenizer_config.json"
+# transformers numbers new ones in this order, and those of other names after them.
+_ORDER = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 # Lists of special tokens, by the releases of transformers that write them.
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
@@ -54,7 +56,8 @@ def _added_to(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _named(options: Mapping[str, object]) -> Iterator[str]:
-    yield from (text for name, text in special_texts(options).items() if name != "pad_token")
+    texts = special_texts(options)
+    yield from (texts[name] for name in dict.fromkeys((*_ORDER, *texts)) if name in texts and name != "pad_token")
     for name in _LISTS:
         more = options.get(name)
         values = more.values() if isinstance(more, Mapping) else more if isinstance(more, list) else ()

@@ -250,6 +250,26 @@ def test_a_real_page_0_is_not_read_ahead(aiter: StandIn, monkeypatch: pytest.Mon
     engine.pages.k[0] = engine.pages.v[0] = float("nan")
     for new, padded in (([9, 2, 7], 20), ([1, 4, 2], 8), ([1, 1], 2)):
         engine.run(new, padded)
+    engine.write([1, 1, 1])
+    engine.table[2, 0] = -1  # the last sequence is lost
+    given = engine.rows(2, 3)
+    engine.begin([1, 1, 1], 3, 1, captured=False)
+    engine.attention.fill()
+    engine.keep([1, 1], given, engine.forward(*given))
+
+
+@pytest.mark.parametrize("gone", [-1, 1_000_000])
+@pytest.mark.parametrize(
+    "problem", [PROBLEMS["vectorised, window"][0], replace(plain_problem(), window_left=5)], ids=str
+)
+@pytest.mark.parametrize("is_vllm", [True], ids=["vllm"])
+def test_an_entry_before_a_window_may_be_any_number(gone: int, engine: Engine) -> None:
+    """Functions begin with a whole tile of keys, or with the first page, and read beyond the pool."""
+    engine.run([40, 33, 20], 93)
+    engine.table[0, :2] = engine.table[1, :1] = gone
+    for new, padded in (([1, 4, 2], 8), ([7, 2, 5], 14), ([1, 1], 2)):
+        engine.run(new, padded)
+    engine.attention.check_device()
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

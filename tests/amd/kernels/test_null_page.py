@@ -59,6 +59,34 @@ def test_no_kernel_that_reads_ahead_or_reads_pads_meets_a_real_page_0(
 
 
 @fills
+def test_no_kernel_reads_ahead_into_the_page_of_a_last_sequence_that_is_lost(
+    fill: Launch, kernel_device: torch.device
+) -> None:
+    """The check of pages makes a pad of it after the step's sequences were counted. Another has no key yet."""
+    case = Case([(6, 3), (2, 1), (0, 2)], (2, 0), 4, 6, 6, 4, [[0, 5], [0, 0], [7, 0]])
+    step = filled(lambda *_, **__: None, case, REAL, kernel_device)
+    step.row_of_seq[1] = 0
+    fill(step, page_size=case.page_size, window_left=2**31 - 1)
+    assert step.page_list.tolist() == [0, 5, 5, 5, 5, 5]
+    assert step.block_table[0].tolist() == [0, 5, 5, 5]
+
+
+@fills
+@pytest.mark.parametrize("chunk", [2**31 - 1, 8])
+def test_no_kernel_meets_a_page_that_no_new_token_sees_a_key_of(
+    fill: Launch, chunk: int, kernel_device: torch.device
+) -> None:
+    """It may have been given back, as -1 or any other number: windows of AITER begin within a tile of keys."""
+    case = Case([(11, 2), (4, 1)], (0, 0), 3, 4, 9, 4, [[-1, 5, 6], [7, 0, 0]])
+    step = replace(tensors(case, kernel_device), terms=REAL)
+    fill(step, page_size=4, window_left=4 if chunk > 8 else 2**31 - 1, chunk=chunk)
+    unseen = [7, 5] if chunk > 8 else [7, 7]
+    assert step.page_list.tolist()[:4] == [*unseen, 6, 7]
+    assert step.block_table[:, :3].tolist()[:2] == [[*unseen, 6], [7, 7, 7]]
+    assert step.counts[ERROR_WORD] == 0
+
+
+@fills
 def test_a_token_past_its_row_has_no_slot_where_page_0_is_real(fill: Launch, kernel_device: torch.device) -> None:
     case = Case([(9, 3), (3, 1)], (0, 0), 2, 4, 9, 4, [[3, 5], [0, 1]])
     step = filled(fill, case, REAL, kernel_device)

@@ -85,12 +85,12 @@ def test_a_field_that_is_left_out_has_the_value_of_transformers_class_or_is_refu
         fields[name] = value
 
 
-@pytest.mark.parametrize("original", [{}, {"original_max_position_embeddings": 32_768}], ids=str)
-def test_the_context_ends_where_dual_chunk_attention_would_differ(original: dict[str, int]) -> None:
+@pytest.mark.parametrize(("original", "plain"), [(65_536, 65_536), (32_768, 32_768), (98_304, 65_536)])
+def test_the_context_ends_where_dual_chunk_attention_would_differ(original: int, plain: int) -> None:
     """Qwen2.5-1M's file has a million positions, of which the model learned distances up to a chunk's size alone."""
-    dual = {"chunk_size": 65_536, "local_size": 8_192, **original}
+    dual = {"chunk_size": 65_536, "local_size": 8_192, "original_max_position_embeddings": original}
     given = {**LLAMA31, "dual_chunk_attention_config": dual}
-    assert config_from_json(given).context_len == original.get("original_max_position_embeddings", 65_536)
+    assert config_from_json(given).context_len == plain
     assert config_from_json({**given, "max_position_embeddings": 1_024}).context_len == 1_024
     with pytest.raises(BadModel, match=r"dual_chunk_attention_config: chunk_size is 0; it must be at least 1"):
         config_from_json({**given, "dual_chunk_attention_config": {"chunk_size": 0}})

@@ -343,6 +343,7 @@ def test_a_template_may_write_each_special_token_as_transformers_does(
         {"added_tokens_decoder": {"{}": {"content": "<later>", "special": True, "lstrip": True}}},
         {"added_tokens_decoder": {"{}": {"content": "<later>", "special": False}}},
         {"eos_token": "<later>", "pad_token": "<|end|>"},
+        {"unk_token": "<other>", "eos_token": "<later>"},
         {"additional_special_tokens": ["<|end|>", {"content": "<later>", "__type": "AddedToken"}]},
         {"extra_special_tokens": {"later_token": "<later>"}},
     ],

@@ -213,6 +213,15 @@ def test_messages_that_no_template_can_write_are_refused(messages: Any, says: st
     assert says in reply.error["message"]
 
 
+def test_a_wrong_place_belongs_to_the_field_that_is_refused(server: Running) -> None:
+    """That of a later field, or message, was named if it lies deeper."""
+    later = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": 3}}]}
+    tools = [{"type": "function", "function": {"name": 3}}]
+    reply = post(server, {"model": NAME, "messages": [{"role": "king", "content": "w1"}, later], "tools": tools}, CHAT)
+    assert reply.error["param"] == "messages"
+    assert reply.error["message"].endswith("; messages.0.role is wrong")
+
+
 def test_a_number_of_likely_tokens_without_logprobs_is_refused(server: Running) -> None:
     reply = post(server, {"model": NAME, "messages": USER, "top_logprobs": 2}, CHAT)
     assert (reply.status, reply.error["param"]) == (400, "top_logprobs")

@@ -321,7 +321,9 @@ def test_a_row_that_was_checked_in_another_type_is_another_row() -> None:
     table.admit()
     with pytest.raises(BadBatch, match="row 0 is not a request's row"):
         table.checks.check(batch_of([1, 0], [0, 0], [0, 0]))
-    table.reserve_all(np.array([row]), np.array([5]))
+    table.reserve_all(np.array([row]), np.array([5], np.int32))
+    with pytest.raises(BadBatch, match="row 0 is not a request's row"):
+        table.checks.check(batch_of([row, 0], [5, 0], [5, 0]))
     table.checks.check(batch_of([row], [5], [5]))
 
 

@@ -314,3 +314,18 @@ def test_what_a_step_stores_again_is_stored_for_no_row_that_is_forked_meanwhile(
         with pytest.raises(BadBatch, match="was forked or kept while its step runs"):
             step.parts[0].layers.store(1, padded, padded)
     assert runtime.table.tokens.stored_len[[row, child]].tolist() == [7, 7]
+
+
+def test_a_step_stores_no_more_once_its_own_row_was_cut_or_freed() -> None:
+    options = RuntimeOptions(num_pages=20, max_num_seqs=2, max_kv_len=32, provider="torch")
+    runtime = build_runtime([small_problem()], options, device="cpu")
+    row, other = runtime.table.admit(), runtime.table.admit()
+    runtime.table.reserve(row, 9)
+    with runtime.step(StepBatch([row], [8], [8])) as step:
+        padded = torch.zeros(len(step.parts[0].token_ids), 2, 16)
+        runtime.table.truncate(row, 8)
+        runtime.table.free(other)
+        step.parts[0].layers.store(0, padded, padded)
+        runtime.table.truncate(row, 7)
+        with pytest.raises(BadBatch, match="row 1 was freed, or cut to 7 tokens, while its step runs"):
+            step.parts[0].layers.store(0, padded, padded)

@@ -178,6 +178,18 @@ def test_a_copy_of_a_state_that_is_gone_is_none(kv_len: int, device: torch.devic
     world.step([one], [world.ids(1)])
 
 
+def test_a_row_that_begins_again_has_no_state_of_its_earlier_tokens(device: torch.device) -> None:
+    world = Hybrid(device, "torch")
+    one = world.admit()
+    world.run([one], [world.ids(3)])
+    world.run([one], [world.ids(1)])
+    world.back(one, 0)
+    world.run([one], [world.ids(6)])
+    world.back(one, 4)
+    with pytest.raises(BadBatch, match="goes on after 4 tokens of row 1, whose state is there after 6 tokens"):
+        world.run([one], [world.ids(1)])
+
+
 def test_a_step_that_has_not_its_state_leaves_graphs_on(device: torch.device) -> None:
     """No row was free for others, so a graph was tried on that step, and its fault switched all graphs off."""
     world = Hybrid(device, "torch", graphs=True, num_rows=4)

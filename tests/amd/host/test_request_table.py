@@ -227,6 +227,8 @@ def test_a_page_whose_copy_is_dropped_is_handed_out_again() -> None:
     table.free(parent)
     table.free(child)
     assert table.full.num_free_pages == table.full.num_usable_pages
+    table.full.copies_made()
+    assert table.full.num_free_pages == table.full.num_usable_pages, "a page is free twice"
 
 
 def test_sharing_more_than_is_held_is_refused() -> None:

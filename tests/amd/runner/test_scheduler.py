@@ -281,8 +281,10 @@ def test_one_of_better_priority_takes_the_place_of_the_youngest_that_is_worse(sh
     assert served.metrics.preemptions == 1
 
 
-def test_none_gives_way_before_the_better_one_gets_tokens() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_none_gives_way_before_the_better_one_gets_tokens(ahead: bool) -> None:
     served = world(chunk=8)
+    served.ahead = ahead
     for number in range(3):
         served.add(number, Request((number, 1), 20, priority=2))
     served.step()
@@ -290,7 +292,7 @@ def test_none_gives_way_before_the_better_one_gets_tokens() -> None:
     served.add(4, Request((4, 1), 2, priority=1))
     served.step()
     assert running(served) == [0, 1, 2, 3]
-    served.step()
+    served.step(1 + ahead)  # the one that gives way is read first
     assert running(served) == [3, 0, 1, 4]
 
 
@@ -486,6 +488,7 @@ def test_pages_of_a_sequence_that_has_failed_are_not_cached() -> None:
     served.add(0, request(8))
     served.step()
     served.scheduler.fail(served.sequences[0])
+    served.scheduler.drop(served.sequences[0])  # one that has ended stays so
     assert served.metrics.cached_pages == 0
 
 

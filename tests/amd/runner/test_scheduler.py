@@ -449,6 +449,16 @@ def test_room_ahead_leaves_a_page_for_each_row_and_is_for_none_while_one_waits()
     assert not scheduler.reserve_ahead(rows, np.array([28], np.int32))
 
 
+def test_room_that_was_asked_for_ahead_is_given_back_to_one_that_waits() -> None:
+    served = world(num_pages=1 + 8, max_kv_len=32, chunk=64)
+    served.add(0, request(16))
+    served.step()
+    assert served.scheduler.reserve_ahead(np.array([served.sequences[0].row], np.int32), np.array([28], np.int32))
+    served.add(1, request(8, 1))
+    served.step()
+    assert running(served) == [0, 1]
+
+
 def test_pages_ahead_of_a_prompt_that_goes_on_are_given_back_too() -> None:
     served = World(page_size=4, num_pages=1 + 45, max_batch_size=2, chunk=16, max_kv_len=180)
     served.add(0, Request(tuple(range(40)), 100, prefix_caching=False))

@@ -16,6 +16,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.recurrence import Recurrence
+from rocm_serve.appended import Picks
 from rocm_serve.engine_runtime import prompt_sizes
 from rocm_serve.request import Request
 from rocm_serve.scheduled_step import PromptRoom
@@ -491,6 +492,16 @@ def test_drafts_leave_the_prompts_that_run_all_of_the_chunk_and_those_that_wait_
     assert served.steps[-1].batch.q_len.tolist() == [1 + 5, 6], "half of what a newcomer could take"
     served.step()
     assert served.steps[-1].batch.q_len.tolist() == [1, 11], "a prompt that runs goes first"
+
+
+def test_a_sequence_that_ends_before_its_step_is_launched_takes_no_token() -> None:
+    served = world()
+    served.add(0, request(5))
+    step = served.scheduler.next_step({})
+    assert step is not None
+    served.scheduler.drop(served.sequences[0])
+    served.scheduler.launched(step)
+    assert list(map(list, served.scheduler.finish_step(step, Picks([[7]], {})).token_ids)) == [[]]
 
 
 def test_pages_of_a_sequence_that_has_failed_are_not_cached() -> None:

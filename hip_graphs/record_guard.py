@@ -149,9 +149,9 @@ class RecordGuard:
             return False
         return self.device.type != "cpu" or tensor.data_ptr() in self._host_numbers
 
-    def covers(self, value: object) -> bool:
-        """True if value is a tensor on the device that records."""
-        return isinstance(value, Tensor) and value.device.type == self.device.type
+    def covers(self, tensor: Tensor) -> bool:
+        """True if a tensor is on the device that records."""
+        return tensor.device.type == self.device.type
 
 
 class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

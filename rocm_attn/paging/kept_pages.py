@@ -160,7 +160,6 @@ class KeptPages:
         empty = places[~self._pages[:, places].any(axis=0)]
         self._ids[empty] = -np.abs(self._ids[empty])
         self._rows.states.drop(self._states[empty].tolist())
-        self._states[empty] = 0
         self._free_places += empty.tolist()
 
     def drop_all(self) -> None:
@@ -168,7 +167,6 @@ class KeptPages:
         self._ids = -np.abs(self._ids)
         self._pages[:] = RESERVED_PAGE
         self._rows.states.drop_all()
-        self._states[:] = 0
         self._free_places = list(range(len(self._ids) - 1, -1, -1))
         for table in self._rows.spaces:
             table.count_anew()

@@ -77,7 +77,7 @@ class DraftTree:
         """The drafts of branches that begin after the last token, with different ones. The likeliest comes first."""
         parents: list[int] = []
         for branch in branches:
-            parents += [LAST_TOKEN, *range(len(parents), len(parents) + len(branch) - 1)][: len(branch)]
+            parents += [LAST_TOKEN, *range(len(parents), len(parents) + len(branch))][: len(branch)]
         return cls(tuple(token for branch in branches for token in branch), tuple(parents))
 
 

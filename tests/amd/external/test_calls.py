@@ -390,6 +390,7 @@ def test_a_second_fill_that_is_refused_leaves_no_step_to_run(device: torch.devic
 def test_a_table_for_which_memory_runs_out_changes_nothing(dtype: torch.dtype, device: torch.device) -> None:
     filled = Filled(device, "torch")
     made = filled.build(TableSource(filled.source.entries.to(dtype)))
+    assert made.tables.gathered is (dtype is torch.int64), "kernels read int32"
     larger = made.tables.spaces[0].source.entries.new_zeros((9, 4))  # type: ignore[union-attr]
     with pytest.raises(torch.OutOfMemoryError), OutOfMemory(1):
         made.tables.use(larger)

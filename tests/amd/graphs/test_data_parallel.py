@@ -157,13 +157,12 @@ def test_what_all_ranks_pad_to_holds_every_ranks_step_and_is_of_the_ladders(
     q_lens: list[list[int]], whole: tuple[int, int, int], halves: tuple[int, int, int]
 ) -> None:
     """Sequences and tokens are rungs of a ladder, as far as it goes. Mixed kinds have two sequences or more."""
-    for num_children, wanted in ((1, whole), (2, halves)):
+    for num_children, wanted, shape_of in (((), whole, POLICY.shape), ((2,), halves, POLICY.split_shape)):
         batches = [batch_of(q_len, kv_len=max(20, *q_len, 0)) for q_len in q_lens]
-        needs = [PadTo.of(batch, POLICY, num_children) for batch in batches]
-        found = PadTo.all_of(needs, POLICY, num_children)
+        needs = [PadTo.of(batch, POLICY, *num_children) for batch in batches]
+        found = PadTo.all_of(needs, POLICY, *num_children)
         assert found == (*wanted[:2], max(batch.max_kv_len for batch in batches))
-        assert found == PadTo.all_of(reversed(needs), POLICY, num_children)
-        shape_of = POLICY.shape if num_children == 1 else POLICY.split_shape
+        assert found == PadTo.all_of(reversed(needs), POLICY, *num_children)
         shapes = {shape_of(batch, found) for batch in batches}
         if POLICY.captures(next(iter(shapes))):
             assert len(shapes) == 1

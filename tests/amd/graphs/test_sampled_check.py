@@ -1,7 +1,9 @@
 """Sampled verification: right steps pass, wrong graphs and wrong layers are counted, and results do not change."""
 
+import inspect
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadSetting, DeviceFault, WrongState
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Part
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, counts_on_the_host, serve
@@ -196,3 +199,12 @@ def test_a_number_of_steps_that_never_comes_is_refused(every: Any, device: torch
     """With 1.5 no step was ever checked."""
     with pytest.raises(BadSetting, match=f"every is {every}; it must be"):
         checked(Tiny.build(device, "torch"), every=every)
+
+
+@pytest.mark.parametrize("name", sorted(LayerCalls.__abstractmethods__))
+def test_a_call_reaches_the_wrapped_layers_with_all_that_it_was_given(name: str) -> None:
+    layers, given = Mock(spec=LayerCalls), inspect.signature(getattr(LayerTap, name)).parameters
+    by_place = [object() for parameter in given.values() if parameter.kind != parameter.KEYWORD_ONLY][1:]
+    by_name = {each: object() for each, parameter in given.items() if parameter.kind == parameter.KEYWORD_ONLY}
+    getattr(LayerTap().around(layers), name)(*by_place, **by_name)
+    getattr(layers, name).assert_called_once_with(*by_place, **by_name)

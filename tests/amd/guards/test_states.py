@@ -163,18 +163,31 @@ def test_a_checkpoint_holds_no_draft(device: torch.device) -> None:
     world.step([late, one], [world.ids(1), world.ids(1)])
 
 
-def test_a_copy_of_a_state_that_is_gone_is_none(device: torch.device) -> None:
+@pytest.mark.parametrize("kv_len", [1, 3])
+def test_a_copy_of_a_state_that_is_gone_is_none(kv_len: int, device: torch.device) -> None:
     """vllm#53505: a running state is copied back after other tokens. The copy is refused when a step needs it."""
     world = Hybrid(device, "torch")
     one = world.admit()
     world.run([one], [world.ids(6)])
-    child = Told(world.runtime.table.fork(one.row, 3), one.ids[:3])
-    with pytest.raises(BadBatch, match="goes on after 3 tokens of row 2, whose state is there for no token"):
+    child = Told(world.runtime.table.fork(one.row, kv_len), one.ids[:kv_len])
+    with pytest.raises(BadBatch, match=f"goes on after {kv_len} tokens of row 2, whose state is there for no token"):
         world.run([child], [world.ids(1)])
-    go_on(world, [child], [4])
+    go_on(world, [child], [kv_len + 1])
     with pytest.raises(DeviceFault, match="the state of a row"):
         world.runtime.check_device()
     world.step([one], [world.ids(1)])
+
+
+def test_a_row_that_begins_again_has_no_state_of_its_earlier_tokens(device: torch.device) -> None:
+    world = Hybrid(device, "torch")
+    one = world.admit()
+    world.run([one], [world.ids(3)])
+    world.run([one], [world.ids(1)])
+    world.back(one, 0)
+    world.run([one], [world.ids(6)])
+    world.back(one, 4)
+    with pytest.raises(BadBatch, match="goes on after 4 tokens of row 1, whose state is there after 6 tokens"):
+        world.run([one], [world.ids(1)])
 
 
 def test_a_step_that_has_not_its_state_leaves_graphs_on(device: torch.device) -> None:

@@ -101,3 +101,12 @@ def test_kernels_that_read_alike_when_printed_may_have_graphs_of_their_own(monke
     monkeypatch.setattr(type(short), "describe", lambda kernel: "alike")
     assert short.describe() == long.describe()
     assert key(row, short) != key(row, long)
+
+
+@pytest.mark.parametrize("safe", [(True, True), (True, False), (False, True)])
+def test_a_step_is_replayed_if_each_of_its_kernels_may_be_captured(safe: tuple[bool, bool]) -> None:
+    problem, target = served_by(BOUND[0])
+    bound = BOUND[0].bind(problem, target, POOL)
+    kernels = [LayerKernel(replace(BOUND[0], graph_safe=each), bound) for each in safe]
+    plan = make_plan(PaddedShape(BOUND[0].kind, 4, 4), kernels, max_q_len=1, max_kv_len=64, may_capture=True)
+    assert plan.replayable == all(safe)

@@ -193,6 +193,7 @@ def test_pages_that_interrupts_have_lost_come_back_when_nothing_is_kept_any_more
     table.kept.drop_all()
     pages_are_safe(table, [row for row in range(1, 5) if table._rows.capacity[row] >= 0])
     assert not (table.kept._ids > 0).any()
+    assert sorted(table.kept._free_places) == [*range(len(table.kept._ids))], "places of ids are lost"
     deliver(table)
     for pages in table.spaces:
         held = set(pages.entries_host[pages.entries_host != RESERVED_PAGE].tolist())

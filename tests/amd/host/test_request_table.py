@@ -227,6 +227,8 @@ def test_a_page_whose_copy_is_dropped_is_handed_out_again() -> None:
     table.free(parent)
     table.free(child)
     assert table.full.num_free_pages == table.full.num_usable_pages
+    table.full.copies_made()
+    assert table.full.num_free_pages == table.full.num_usable_pages, "a page is free twice"
 
 
 def test_sharing_more_than_is_held_is_refused() -> None:
@@ -321,7 +323,9 @@ def test_a_row_that_was_checked_in_another_type_is_another_row() -> None:
     table.admit()
     with pytest.raises(BadBatch, match="row 0 is not a request's row"):
         table.checks.check(batch_of([1, 0], [0, 0], [0, 0]))
-    table.reserve_all(np.array([row]), np.array([5]))
+    table.reserve_all(np.array([row]), np.array([5], np.int32))
+    with pytest.raises(BadBatch, match="row 0 is not a request's row"):
+        table.checks.check(batch_of([row, 0], [5, 0], [5, 0]))
     table.checks.check(batch_of([row], [5], [5]))
 
 

@@ -187,6 +187,27 @@ def test_choices_of_another_width_than_the_models_are_refused(
     assert out.shape == (1, HEADS, LATENT)
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_latent_decodes_give_their_lse_if_ranks_share_sequences(shares: bool, ours: dict[str, Any]) -> None:
+    layer, common = latent_layer(ours["mla"].RocmAttnMLAImpl), step()
+    layer.impl.need_to_return_lse_for_decode = shares
+    made = builder(ours, "mla", layer)
+    made._common = common
+    decodes = made._build_decode(
+        query_start_loc_device=common.query_start_loc,
+        seq_lens_device=common.seq_lens,
+        num_decode_tokens=1,
+        max_seq_len=common.max_seq_len,
+        block_table_tensor=common.block_table_tensor,
+        dcp_tot_seq_lens_device=None,
+    )
+    q = torch.ones(1, HEADS, LATENT + DIM)
+    out, lse = layer.impl.forward_mqa(q, layer.kv_cache, SimpleNamespace(decode=decodes), layer)
+    assert not out.any()
+    assert layer.impl.can_return_lse_for_decode
+    assert lse is None if not shares else torch.allclose(lse, torch.tensor(3.0).log())  # of three scores of 0
+
+
 def test_a_group_has_no_attention_before_its_first_step_and_no_step_before_its_caches() -> None:
     problem = LayerTerms(HEADS, DIM, 0.3, 1).problem(CacheTerms(BLOCK, DIM, torch.float32, torch.float8_e4m3fn))
     layer = SimpleNamespace(kv_cache=torch.empty(0), _k_scale=torch.ones(()), _v_scale=torch.ones(()))

@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from rocm_serve import engine as engine_module
 from rocm_serve.engine import Engine
 from rocm_serve.ranks import RanksOfGroup
 from rocm_serve.request import Completion, FailureEvent, Request
+from rocm_serve.sampling.compared import RankComparison
 from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.ranks import NUM_RANKS, on_every_rank
 from tests.amd.runner.metered_memory import MeteredMemory
@@ -427,3 +430,14 @@ def test_faults_are_reported_in_each_ranks_own_numbers_of_steps() -> None:
     assert (fault.step, theirs.step, everywhere.step) == (11, 9, None)
     assert (fault.rows, fault.is_contained, everywhere.is_contained) == ((3, 4), True, False)
     assert str(fault) == "on rank 0: step 11: wrong; on rank 1: step 9: wrong"
+
+
+def test_ranks_compare_a_token_once() -> None:
+    """Otherwise a step would take longer with each token that was ever read."""
+    meetings, digests = Mock(), list[int]()
+    compared = RankComparison(meetings, has_ranks=True)
+    for token in (7, 7, 8):
+        compared.note([[token]])
+        compared.before_step(np.ones(3, np.int32))
+        digests.append(meetings.digest)
+    assert digests[0] == digests[1] != digests[2]

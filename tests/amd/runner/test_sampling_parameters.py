@@ -101,6 +101,8 @@ def probabilities(logits: npt.NDArray[np.float64], request: Request, new: Sequen
             (),
         ),
         (drawn(top_k=4, frequency_penalty=0.2), (2, 3, 5, 6, 8, 9)),
+        (drawn(top_k=5), ()),  # alone, as most requests have them
+        (drawn(min_p=0.2), ()),
     ],
     ids=lambda each: str(each.top_k + each.repetition_penalty) if isinstance(each, Sampling) else str(len(each)),
 )

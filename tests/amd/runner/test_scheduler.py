@@ -16,6 +16,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.recurrence import Recurrence
+from rocm_serve.appended import Picks
 from rocm_serve.engine_runtime import prompt_sizes
 from rocm_serve.request import Request
 from rocm_serve.scheduled_step import PromptRoom
@@ -281,8 +282,10 @@ def test_one_of_better_priority_takes_the_place_of_the_youngest_that_is_worse(sh
     assert served.metrics.preemptions == 1
 
 
-def test_none_gives_way_before_the_better_one_gets_tokens() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_none_gives_way_before_the_better_one_gets_tokens(ahead: bool) -> None:
     served = world(chunk=8)
+    served.ahead = ahead
     for number in range(3):
         served.add(number, Request((number, 1), 20, priority=2))
     served.step()
@@ -290,7 +293,7 @@ def test_none_gives_way_before_the_better_one_gets_tokens() -> None:
     served.add(4, Request((4, 1), 2, priority=1))
     served.step()
     assert running(served) == [0, 1, 2, 3]
-    served.step()
+    served.step(1 + ahead)  # the one that gives way is read first
     assert running(served) == [3, 0, 1, 4]
 
 
@@ -447,6 +450,16 @@ def test_room_ahead_leaves_a_page_for_each_row_and_is_for_none_while_one_waits()
     assert not scheduler.reserve_ahead(rows, np.array([28], np.int32))
 
 
+def test_room_that_was_asked_for_ahead_is_given_back_to_one_that_waits() -> None:
+    served = world(num_pages=1 + 8, max_kv_len=32, chunk=64)
+    served.add(0, request(16))
+    served.step()
+    assert served.scheduler.reserve_ahead(np.array([served.sequences[0].row], np.int32), np.array([28], np.int32))
+    served.add(1, request(8, 1))
+    served.step()
+    assert running(served) == [0, 1]
+
+
 def test_pages_ahead_of_a_prompt_that_goes_on_are_given_back_too() -> None:
     served = World(page_size=4, num_pages=1 + 45, max_batch_size=2, chunk=16, max_kv_len=180)
     served.add(0, Request(tuple(range(40)), 100, prefix_caching=False))
@@ -481,11 +494,22 @@ def test_drafts_leave_the_prompts_that_run_all_of_the_chunk_and_those_that_wait_
     assert served.steps[-1].batch.q_len.tolist() == [1, 11], "a prompt that runs goes first"
 
 
+def test_a_sequence_that_ends_before_its_step_is_launched_takes_no_token() -> None:
+    served = world()
+    served.add(0, request(5))
+    step = served.scheduler.next_step({})
+    assert step is not None
+    served.scheduler.drop(served.sequences[0])
+    served.scheduler.launched(step)
+    assert list(map(list, served.scheduler.finish_step(step, Picks([[7]], {})).token_ids)) == [[]]
+
+
 def test_pages_of_a_sequence_that_has_failed_are_not_cached() -> None:
     served = world()
     served.add(0, request(8))
     served.step()
     served.scheduler.fail(served.sequences[0])
+    served.scheduler.drop(served.sequences[0])  # one that has ended stays so
     assert served.metrics.cached_pages == 0
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -166,6 +167,22 @@ def test_a_bad_tensor_is_named_and_the_step_goes_on(world: World, argument: str,
     step.layers.store_and_attend(0, **good, lse=lse)
     world.check(0, requests, q_len, q, out, lse)
     world.runtime.end_step()
+
+
+def test_an_lse_that_a_kernel_does_not_return_is_refused(device: torch.device) -> None:
+    """It would stay as it is, and a caller would merge by it."""
+    problem = small_problem()
+    chosen = select(problem, known_target("cpu"), PROVIDER)
+    kernels = {
+        kind: replace(kernel, entry=replace(kernel.entry, limits=replace(kernel.entry.limits, lse=False)))
+        for kind, kernel in chosen.kernels.items()
+    }
+    world = World.build([problem], device, PROVIDER, selections=[replace(chosen, kernels=kernels)])
+    step = world.runtime.step(world.batch([world.admit()], [2])).parts[0]
+    q, k, v = world.qkv(problem, step)
+    lse = torch.empty(q.shape[:2], device=q.device)
+    with pytest.raises(BadTensor, match="returns no lse; build the runtime of problems with wants_lse=True"):
+        step.layers.store_and_attend(0, q, k, v, torch.empty_like(q), lse)
 
 
 def test_rows_of_one_element_are_no_negated_view() -> None:

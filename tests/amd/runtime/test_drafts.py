@@ -58,6 +58,14 @@ def test_a_round_without_sequences_is_legal(provider: str, device: torch.device)
     world.runtime.check_device()
 
 
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_step_goes_on_from_a_chain_and_not_from_branches(branches: int, provider: str, device: torch.device) -> None:
+    world = world_of(provider, device, branches)
+    (request,) = world.begun(5)
+    world.step_round([request], Drafts(branches, 3))
+    assert world.runtime.table.tokens.stored_len[request.row] == (5 if branches > 1 else 8)
+
+
 def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> None:
     world = world_of(provider, device, 1)
     runtime, drafts = world.runtime, Drafts(1, 2)

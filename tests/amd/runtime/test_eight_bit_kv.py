@@ -91,7 +91,12 @@ def test_graphs_use_scales_that_were_given_after_they_were_made(provider: str, d
     captured = serving.runner.counters.captures
     with pytest.raises(WrongState, match="cannot change while requests are admitted"):
         serving.runtime.set_kv_scales(0, given(Scales.HEAD))
+    kept = serving.runtime.table.kept
+    kept.keep(requests[0].row, 0, 1)
     serving.free(*requests)
+    with pytest.raises(WrongState, match="cannot change while requests are admitted or pages are kept"):
+        serving.runtime.set_kv_scales(0, given(Scales.HEAD))
+    kept.drop_all()
     serving.runtime.set_kv_scales(0, given(Scales.HEAD))
     requests = serving.begun(3, 1)
     serving.step(requests, [1, 1])

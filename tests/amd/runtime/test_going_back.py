@@ -289,7 +289,8 @@ def test_a_row_goes_back_no_further_than_its_room(device: torch.device) -> None:
         table.truncate(row, 0)
 
 
-def test_what_a_step_stores_again_is_stored_for_no_row_that_is_forked_meanwhile() -> None:
+@pytest.mark.parametrize("forks_first", [False, True])
+def test_what_a_step_stores_again_is_stored_for_no_row_that_is_forked_meanwhile(forks_first: bool) -> None:
     """Some layers have the new K and V by then, and others the old ones."""
     options = RuntimeOptions(num_pages=20, max_num_seqs=2, max_kv_len=32, max_num_rows=4, provider="torch")
     runtime = build_runtime([small_problem()] * 2, options, device="cpu")
@@ -306,9 +307,25 @@ def test_what_a_step_stores_again_is_stored_for_no_row_that_is_forked_meanwhile(
     with runtime.step(StepBatch([row], [8], [1])) as step:
         padded = torch.ones(len(step.parts[0].token_ids), 2, 16)
         step.parts[0].layers.store(0, padded, padded)
-        child = runtime.table.fork(row, 8)
+        child = runtime.table.fork(row, 8) if forks_first else -1
         with pytest.raises(BadBatch, match="has 7 stored tokens, which fill the pages before page_no 1"):
             runtime.table.kept.keep(row, 0, 2)
+        child = child if forks_first else runtime.table.fork(row, 8)
         with pytest.raises(BadBatch, match="was forked or kept while its step runs"):
             step.parts[0].layers.store(1, padded, padded)
     assert runtime.table.tokens.stored_len[[row, child]].tolist() == [7, 7]
+
+
+def test_a_step_stores_no_more_once_its_own_row_was_cut_or_freed() -> None:
+    options = RuntimeOptions(num_pages=20, max_num_seqs=2, max_kv_len=32, provider="torch")
+    runtime = build_runtime([small_problem()], options, device="cpu")
+    row, other = runtime.table.admit(), runtime.table.admit()
+    runtime.table.reserve(row, 9)
+    with runtime.step(StepBatch([row], [8], [8])) as step:
+        padded = torch.zeros(len(step.parts[0].token_ids), 2, 16)
+        runtime.table.truncate(row, 8)
+        runtime.table.free(other)
+        step.parts[0].layers.store(0, padded, padded)
+        runtime.table.truncate(row, 7)
+        with pytest.raises(BadBatch, match="row 1 was freed, or cut to 7 tokens, while its step runs"):
+            step.parts[0].layers.store(0, padded, padded)

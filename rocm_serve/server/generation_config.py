@@ -22,7 +22,7 @@ _AT_PLACES = ("begin_suppress_tokens", "forced_bos_token_id", "forced_decoder_id
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 # Read here or with the weights, or without a meaning for texts.
 _KNOWN = {*_NUMBERS, *_AT_PLACES, "top_k", "suppress_tokens", "bos_token_id", "eos_token_id", "pad_token_id"}
-_KNOWN |= {"transformers_version", "_from_model_config", "use_cache"}
+_KNOWN |= {"transformers_version", "_from_model_config", "use_cache", "cache_implementation"}
 
 
 def defaults_from(generation_config: str, model: str, announce: Callable[[str], None]) -> Sampling:

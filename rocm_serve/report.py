@@ -20,7 +20,8 @@ class Report:
     """An engine's state at one moment.
 
     provider:        provider of the attention kernels
-    kernels:         the kernel of each kind of step, then every rejected kernel and why
+    kernels:         the kernel of each kind of step
+    rejected:        every rejected kernel and why
     page_size:       tokens in a page
     pools:           how layers keep K and V, in words
     num_pages:       pages of the KV pool, the reserved one included
@@ -46,6 +47,7 @@ class Report:
 
     provider: str
     kernels: tuple[str, ...]
+    rejected: tuple[str, ...]
     device: str
     arch: str
     dtype: str
@@ -111,7 +113,8 @@ def report_of(
     options = sizes.options
     return Report(
         provider=runtime.selections[0].provider,
-        kernels=tuple(dict.fromkeys(line for selection in runtime.selections for line in selection.lines())),
+        kernels=tuple(dict.fromkeys(line for each in runtime.selections for line in each.lines())),
+        rejected=tuple(dict.fromkeys(line for each in runtime.selections for line in each.refusal_lines())),
         device=str(runtime.device),
         arch=runtime.target.arch,
         dtype=str(loaded.weights.dtype).removeprefix("torch."),

@@ -191,6 +191,10 @@ class ExtendTiles:
         """New tokens in a full query block."""
         return self.query_rows // self.heads_per_block(gqa_ratio)
 
+    def tokens_of(self, blocks: int, num_q_heads: int) -> int:
+        """New tokens whose rows fill so many query blocks."""
+        return blocks * self.query_rows // num_q_heads
+
     def options(self) -> dict[str, int]:
         """Launch options in addition to the warps; those of whole rows, if others are shared out."""
         named = {"waves_per_eu": self.waves_per_eu, "maxnreg": self.max_registers}

@@ -63,10 +63,11 @@ class NoMask:
 class StepMask:
     """A bit mask of a step's new tokens, in tensors of the caller on the runtime's device.
 
-    bits:        uint8 [bytes]       the cells of all sequences, or more: sequence after sequence, a row of cells for
-                 each new token, a cell for each key, without a gap and the lowest bit of a byte first. FlashInfer
-                 begins each sequence at a new byte, so its bits are those of another mask from the second sequence
-                 on. If lengths are on the device, the layout follows from those, and the size from the batch's bounds
+    bits:        uint8 [bytes]       the cells of all sequences, in as many bytes as they take: sequence after sequence,
+                 a row of cells for each new token, a cell for each key, without a gap and the lowest bit of a byte
+                 first. FlashInfer begins each sequence at a new byte, so its bits are those of another mask from the
+                 second sequence on. If lengths are on the device, the layout follows from those, and the size from the
+                 batch's bounds
     positions:   int32 [num_tokens]  the values of Part.positions. In a tree a token's position is its depth, not its
                  kv_index; kv_positions() gives the latter. Windows are counted back from them, or from kv_len - q_len
                  if that is more, because older pages were freed. ALiBi uses kv_index
@@ -110,7 +111,7 @@ class StepMask:
         return mask_cells(kv_len, q_len, self.keys_before)
 
     def check(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> None:
-        """Refuses a mask that is too short for a step of these lengths. Raises BadBatch."""
+        """Refuses a mask of another size than a step of these lengths has. Raises BadBatch."""
         most = int(_keys_with_cells(kv_len, q_len, self.keys_before).max(initial=0))
         if most > _MOST_KEYS:
             raise BadBatch(
@@ -121,10 +122,11 @@ class StepMask:
             raise BadBatch(
                 f"the mask of the step takes {num_bytes} bytes and may take at most {_MOST_BYTES}; split the batch"
             )
-        if len(self.bits) < num_bytes:
+        if len(self.bits) != num_bytes:  # more bytes are the sign of another layout
             keys = "kv_len" if self.keys_before == ALL_KEYS else f"(q_len + up to {self.keys_before} keys before)"
             raise BadBatch(
-                f"the mask has {len(self.bits)} bytes; the sum of q_len * {keys} bits over this step takes {num_bytes}"
+                f"the mask has {len(self.bits)} bytes; the sum of q_len * {keys} bits over this step "
+                f"takes {num_bytes}; give these, sequence after sequence without a gap"
             )
         if len(self.positions) != num_tokens:
             raise BadBatch(

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,11 @@ from rocm_attn.machine.aiter_releases import too_old
 from rocm_attn.machine.devices import device_of, require_there
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases
 from rocm_attn.machine.target import Target, target_elsewhere
-from rocm_attn.models.families import attention_geometry, text_fields
-from rocm_attn.models.fields import Fields, read_json
+from rocm_attn.models.families import DECODERS, architecture_of, attention_geometry, text_fields
+from rocm_attn.models.fields import read_json
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hub import config_of_id, is_hub_id
+from rocm_attn.models.rope import stretched
 from rocm_attn.paging.checkpoints import StateMemory, spacing_of
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.kv_pool import page_bytes
@@ -160,24 +162,35 @@ def described_model(place: str, besides: str = "") -> DescribedModel:
         from rocm_attn.models.gguf_file import GGUFFile
 
         of_file = config_from_gguf(GGUFFile(path))
-        context_len = of_file.context_len
-        geometry = of_file.attention.without_idle_windows(context_len)
-        return DescribedModel(geometry, lambda given: context_len if given is None else given)
-    config = read_json(path)
-    geometry, fields = attention_geometry(config), text_fields(config)
-    if fields.has(_CONTEXT):
-        geometry = geometry.without_idle_windows(fields.count(_CONTEXT))
-    return DescribedModel(geometry, lambda given: _context_len(fields) if given is None else given)
+        geometry, context_len = of_file.attention, of_file.context_len
+    else:
+        config = read_json(path)
+        geometry = attention_geometry(config)
+        context_len = _context_len(config, geometry)
+    if context_len:
+        geometry = geometry.without_idle_windows(context_len)
+    return DescribedModel(geometry, partial(_max_kv_len, context_len))
 
 
 _CONTEXT = "max_position_embeddings"
 
 
-def _context_len(fields: Fields) -> int:
-    """Tokens of a model's context, by its config.json. Raises BadSetting."""
+def _context_len(config: Mapping[str, object], geometry: AttentionGeometry) -> int:
+    """Tokens of a model's context, by its config.json; 0 if that does not say it. Raises BadModel."""
+    fields, decoder = text_fields(config), DECODERS.get(architecture_of(config))
     if not fields.has(_CONTEXT):
-        raise BadSetting(f"config.json has no {_CONTEXT}; give --max-kv-len")
+        return 0
+    with suppress(BadModel):  # another engine may serve a rotary embedding that ours does not
+        return stretched(fields.count(_CONTEXT), decoder.ropes(fields, geometry) if decoder else ())
     return fields.count(_CONTEXT)
+
+
+def _max_kv_len(context_len: int, given: int | None) -> int:
+    if not context_len and given is None:
+        raise BadSetting(f"config.json has no {_CONTEXT}; give --max-kv-len")
+    if given is not None and 0 < context_len < given:
+        raise BadSetting(f"max_kv_len is {given}; it must be at most the model's context, {context_len}")
+    return context_len if given is None else given
 
 
 def requested_target(options: argparse.Namespace) -> Target:

@@ -38,8 +38,6 @@ _STATE = (
     "other"
 )
 
-_REFUSED = ": not "  # in a line of Selection.lines() about kernels that were refused
-
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
@@ -290,11 +288,10 @@ def lines_of(kind: LayerKind, refused: dict[tuple[str, ...], str]) -> list[str]:
     if isinstance(kind.outcome, Unsupported):
         summary = str(kind.outcome).partition("\n")[0]
         return [head, f"  {summary}", *(f"  not served: {reason}" for reason in kind.outcome.reasons)]
-    lines = kind.outcome.lines()
-    refusals, layers = tuple(line for line in lines if _REFUSED in line), count_of(kind.layers)
-    if len(refusals) > 1 and (first := refused.setdefault(refusals, layers)) != layers:
-        lines = [*lines[: -len(refusals)], f"others are refused for the same reasons as in {first}"]
-    return [head, *(f"  {line}" for line in lines)]
+    refusals, layers = kind.outcome.refusal_lines(), count_of(kind.layers)
+    if len(refusals) > 1 and (first := refused.setdefault(tuple(refusals), layers)) != layers:
+        refusals = [f"others are refused for the same reasons as in {first}"]
+    return [head, *(f"  {line}" for line in (*kind.outcome.lines(), *refusals))]
 
 
 def _row_lines(kind: LayerKind) -> list[str]:
@@ -315,7 +312,7 @@ def _row_lines(kind: LayerKind) -> list[str]:
         if isinstance(outcome, Unsupported):
             lines += [f"  rows: not served: {reason}" for reason in outcome.reasons]
         else:
-            lines += [f"  rows: {line}" for line in outcome.lines() if _REFUSED not in line]
+            lines += [f"  rows: {line}" for line in outcome.lines()]
         lines.append("  the window:")
     return lines
 

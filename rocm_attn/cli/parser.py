@@ -4,7 +4,7 @@ A distribution adds commands by an entry point of the group COMMANDS: a function
 Nothing here imports torch, so that --help is instant.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # argparse's Commands takes no parameter at run time
 
 import argparse
 from collections.abc import Iterable, Sequence

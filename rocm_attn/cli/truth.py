@@ -11,6 +11,7 @@ import torch
 
 from rocm_attn.cli.arguments import described_model, device_named, kv_encodings, page_choice, pages_as_json
 from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.cli.signals import sigterm_interrupts
 from rocm_attn.errors import BadProblem, RocmAttnError, Unsupported
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
@@ -56,21 +57,29 @@ def run(options: argparse.Namespace) -> None:
     device = device_named(options.device)
     target = detect_target(device)
     results, refused = [], []
-    for way in _ways(options.providers, options.kv_encodings):
-        try:
-            pages, problems = _layers(options, way, target)
-            report = _report(options, way, problems, device)
-        except (Unsupported, BadProblem) as error:
-            refused.append((way, error))
-            continue
-        results.append((way, pages, report))
-        if not options.json:
-            print("\n".join(_lines(way, pages, report)), flush=True)  # SIGTERM would lose what a pipe waits for
-    if options.json:
-        print(json.dumps(_as_json(target, results, refused), indent=2))
-    else:
-        for way, refusal in refused:
-            print(f"not run: {way}: {refusal}")
+    ways = list(_ways(options.providers, options.kv_encodings))
+    try:
+        with sigterm_interrupts():
+            for way in ways:
+                try:
+                    pages, problems = _layers(options, way, target)
+                    report = _report(options, way, problems, device)
+                except (Unsupported, BadProblem) as error:
+                    refused.append((way, str(error)))
+                    continue
+                results.append((way, pages, report))
+                if not options.json:
+                    print("\n".join(_lines(way, pages, report)), flush=True)
+    finally:  # what was found so far is kept at Ctrl-C
+        ended_before = ways[len(results) + len(refused) :]
+        refused += [(way, "the command was ended before") for way in ended_before]
+        if ended_before and not results:
+            pass  # the error says all that there is to say
+        elif options.json:
+            passed = not ended_before and bool(results) and all(report.passed for _, _, report in results)
+            print(json.dumps(_as_json(target, passed, results, refused), indent=2), flush=True)
+        else:
+            print("".join(f"not run: {way}: {why}\n" for way, why in refused), end="", flush=True)
     failed = [str(way) for way, _, report in results if not report.passed]
     if failed:
         raise NeedlesMissed(f"needles were missed, or hidden ones were seen: {'; '.join(failed)}")
@@ -169,12 +178,13 @@ def _geometry(problem: Problem) -> str:
 
 def _as_json(
     target: Target,
+    passed: bool,
     results: Sequence[tuple[Way, PageChoice, TruthReport]],
-    refused: Sequence[tuple[Way, RocmAttnError]],
+    refused: Sequence[tuple[Way, str]],
 ) -> dict[str, object]:
     return {
         "arch": target.arch,
-        "passed": bool(results) and all(report.passed for _, _, report in results),
+        "passed": passed,
         "runs": [
             {
                 "way": str(way),
@@ -198,5 +208,5 @@ def _as_json(
             }
             for way, pages, report in results
         ],
-        "not_run": [{"way": str(way), "reason": str(refusal)} for way, refusal in refused],
+        "not_run": [{"way": str(way), "reason": why} for way, why in refused],
     }

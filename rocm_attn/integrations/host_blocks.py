@@ -6,8 +6,6 @@ checksums in device memory, so no damage to host memory, or to a copy, can chang
 after the work that the current stream has queued. Nothing waits for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -171,6 +171,8 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     return geometry.not_causal()
 
 
+# Of most classes; a null overrides it.
+_DEFAULTS = {"rms_norm_eps": 1e-6}
 # Models whose use_bidirectional_attention means the prompt's beginning alone.
 _WITH_A_PREFIX = ("PaliGemmaForConditionalGeneration",)
 
@@ -188,7 +190,7 @@ def text_fields(config: Mapping[str, object]) -> Fields:
     text = config.get("text_config")
     given, family = text if isinstance(text, Mapping) else config, FAMILIES[architecture]
     named = {name: given[theirs] for name, theirs in family.names.items() if theirs in given}
-    fields = Fields({**family.defaults, **given, **named}, "config.json")
+    fields = Fields({**_DEFAULTS, **family.defaults, **given, **named}, "config.json")
     return Fields({**fields.values, **family.derived(fields)}, fields.source)
 
 

@@ -34,7 +34,7 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         hidden_size=fields.count("hidden_size"),
         vocab_size=fields.count("vocab_size"),
         context_len=stretched(_context_len(fields), ropes),
-        rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.positive("rms_norm_eps"),
         # a file with text_config has these two next to it
         tied_embeddings=whole.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", False))
         and decoder.may_tie,

@@ -69,7 +69,7 @@ def gpt_oss_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     """[layers] Experts with clamped gates in every layer."""
     activation(fields, "hidden_act", "silu")
     routing = Routing(fields.count("num_local_experts"), fields.count("num_experts_per_tok"), normalised=True)
-    gate = ClampedSwiGLU(limit=fields.positive("swiglu_limit", 7.0), alpha=fields.positive("swiglu_alpha", 1.702))
+    gate = ClampedSwiGLU(limit=fields.positive("swiglu_limit"), alpha=fields.positive("swiglu_alpha"))
     experts = ExpertMlp(routing, fields.count("intermediate_size"), gate, ExpertTensors.STACKED, has_bias=True)
     return (experts,) * num_layers
 

@@ -45,12 +45,14 @@ class SpaceTable(Protocol):
 class RowTable(Protocol):
     """The rows of requests, in every space that layers live in.
 
-    width:     pages in a row
-    page_size: tokens in a page
+    width:      pages in a row
+    page_size:  tokens in a page
+    max_kv_len: tokens of the longest sequence
     """
 
     width: int
     page_size: int
+    max_kv_len: int
 
     @property
     def spaces(self) -> Sequence[SpaceTable]:

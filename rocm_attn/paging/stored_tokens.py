@@ -272,7 +272,10 @@ class StepStores:
         else:
             self.note_fill()  # by the graph
         if layers != self._all and self._batch is not None:
-            self._require_stored(self._batch, self._batch.kv_len)
+            try:
+                self._require_stored(self._batch, self._batch.kv_len)
+            except BadBatch as error:
+                raise BadBatch(f"{error}; the captured forward does not store in {self._all_but(layers)}") from None
         replay()
         self._done = [layers]
         self.end()
@@ -291,15 +294,18 @@ class StepStores:
 
     def _note_left_out(self, batch: StepBatch) -> None:
         """Keeps the layers in which a finished step has not stored, for the error of the next step."""
-        done = self.layers
-        missing = [number for number in range(self._all.bit_length()) if not done >> number & 1]
-        names = [self._sides.name(number) for number in missing[:8]]
-        words = ", ".join(names) + (" and others" if len(missing) > len(names) else "")
+        words = self._all_but(self.layers)
         stored, new = np.minimum(batch.start, self._tokens.stored_len[batch.rows]), batch.q_len > 0
         for row, start in zip(batch.rows.tolist(), batch.start.tolist(), strict=True):
             self._tokens.left_out[row] = start, words
         for row, kv_len in zip(batch.rows[new].tolist(), stored[new].tolist(), strict=True):
             self._tokens.on_left_out(row, kv_len)
+
+    def _all_but(self, layers: int) -> str:
+        """The layers without these, in words."""
+        missing = [number for number in range(self._all.bit_length()) if not layers >> number & 1]
+        names = [self._sides.name(number) for number in missing[:8]]
+        return ", ".join(names) + (" and others" if len(missing) > len(names) else "")
 
 
 class NoStores(StepStores):

@@ -97,14 +97,18 @@ class Selection:
         return self.kernels[kind if kind in self.kernels else kind.instead]
 
     def lines(self) -> list[str]:
-        """The choice in sentences: a line for each kind of step, then a line for each reason of refusals."""
+        """The choice in sentences: a line for each kind of step."""
         chosen = [f"{kind.value}: {self._named(kernel)}" for kind, kernel in self.kernels.items()]
         if self.sparse is not None:
             chosen.append(f"over a selection: {', '.join(self.sparse.entries)}")
+        return chosen
+
+    def refusal_lines(self) -> list[str]:
+        """The refusals in sentences: a line for each kind of step and reason."""
         refused: dict[tuple[StepKind, str], dict[str, None]] = {}
         for refusal in self.refusals:
             refused.setdefault((refusal.kind, refusal.reason), {})[refusal.kernel] = None
-        return chosen + [f"{kind.value}: not {', '.join(names)}: {reason}" for (kind, reason), names in refused.items()]
+        return [f"{kind.value}: not {', '.join(names)}: {reason}" for (kind, reason), names in refused.items()]
 
     def sentence(self) -> str:
         """The choice in one sentence: the layer, the kernels, and the refused kernels, with each reason once."""

@@ -112,8 +112,8 @@ def bind_prompts(
     most, most_beyond = min(prompts.most, any_prompt), min(prompts.most_beyond, any_prompt)
 
     def up_to(blocks_per_cu: int) -> ServedSteps:
-        blocks = blocks_per_cu * target.compute_units
-        return ServedSteps(most, max_tokens=min(blocks * tiles.query_rows // problem.num_q_heads, ANY_TOKENS))
+        tokens = tiles.tokens_of(blocks_per_cu * target.compute_units, problem.num_q_heads)
+        return ServedSteps(most, max_tokens=min(tokens, ANY_TOKENS))
 
     short = [
         *(SizedKernel(ServedSteps(row.max_rows // problem.gqa_ratio), whole(row.tiles)) for row in fewer),

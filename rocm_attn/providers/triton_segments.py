@@ -140,8 +140,8 @@ def bind_prompts(problem: Problem, target: Target, extend: BoundKernel) -> Kerne
     """
     tiles = _tiles(problem, target)
     *_, few = tiles, *tiles.of_short_steps(problem.gqa_ratio)
-    rows = few.extend.query_rows * target.compute_units
-    max_tokens = ANY_TOKENS if problem.head_dim <= _WIDE_HEADS else rows // problem.num_q_heads
+    one_each = few.extend.tokens_of(target.compute_units, problem.num_q_heads)
+    max_tokens = ANY_TOKENS if problem.head_dim <= _WIDE_HEADS else one_each
     short = SizedKernel(ServedSteps(_MOST_OF_PROMPTS, max_tokens=max_tokens), _extend_in(few, problem))
     return KernelByTokens.before((short,), extend)
 

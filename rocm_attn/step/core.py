@@ -109,7 +109,7 @@ class StepCore:
         self.kinds = kinds = kinds.of_kernels(guards.launches.selection)
         self.selections = kinds.selections
         self.ops = guards.launches.ops(ops_for(self.selections, self.device))
-        self.layers = Layers(kinds, pool, head_weights, self.ops, guards.layers, states.stored)
+        self.layers = Layers(kinds, pool, head_weights, self.ops, guards.layers, table.max_kv_len, states.stored)
         self.states = StateLayers(states, self.ops, self.layers.sides, deterministic=kinds.deterministic)
         self.memory = StepMemory(kinds, table, self.device, guards.memory, states, mask_keys=mask_keys)
         self.moves = AcceptedMoves(kinds, table, pool, self.ops)

@@ -42,8 +42,8 @@ _WHAT = {
     LENGTH_BEYOND_BOUND: "a length on the device was outside of 0 <= q_len <= kv_len <= its bound and was clamped, or "
     "its sequence was treated as padding; give the batch larger bounds, or look for code that wrote the lengths",
     NOT_FINITE: "K or V of a new token was infinite or NaN and was stored as zero, because it would have spread to "
-    "tokens that do not see it; look for an overflow in the model or a RopeTable that is shorter than "
-    "the sequence, or compute in a dtype with a wider range",
+    "tokens that do not see it; look for an overflow in the model, or a position that its RopeTable "
+    "does not have, or compute in a dtype with a wider range",
     SHARED_TOKEN: "lengths on the device let a step begin within the tokens that its row shares with another; it "
     "was moved to the first token after them; call truncate() and reserve() before a row goes back",
     SLOT_NOT_IN_TABLE: "a slot given for a new token differs from the table's, so its K and V would never be read "

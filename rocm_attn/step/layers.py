@@ -58,6 +58,7 @@ class Layers(TensorChecks):
     Arguments of a call are checked here; its caller checks that the call may come now. Each call raises BadTensor, and
     attend raises WrongState for a layer that lacks head weights.
 
+    longest:   tokens of the longest sequence
     of_states: what recurrent layers store; see Sides
     forms:     of calls that are prepared
 
@@ -71,11 +72,12 @@ class Layers(TensorChecks):
         head_weights: LayerHeadWeights,
         ops: StepOps,
         guards: LayerGuards,
+        longest: int,
         of_states: tuple[tuple[int, str], ...] = (),
     ) -> None:
         self._read_by = guards.read_by
         self._selections, self._kind_of_layer, self.selecting = kinds.selections, kinds.of_layer, kinds.selecting
-        self._pool, self._head_weights, self._ops = pool, head_weights, ops
+        self._pool, self._head_weights, self._ops, self._longest = pool, head_weights, ops, longest
         folding = tuple(layer for layer, problem in enumerate(kinds.problems) if problem.state_format is not None)
         self.sides = Sides(len(kinds.of_layer), kinds.selecting.indexed, folding, of_states)
         super().__init__(pool.device)
@@ -141,7 +143,7 @@ class Layers(TensorChecks):
             self._check_gate(gate, shape)
             require_apart("out", out, "gate", gate)
         if undo is not None:
-            _check_rope("undo", undo, problem.v_head_dim, self._device)
+            _check_rope("undo", undo, problem.v_head_dim, self._longest, self._device)
         if gate is not None or undo is not None:
             with on_device(self._device):
                 self._ops.finish(out, gate, undo, tensors.positions, tensors.counts)
@@ -384,7 +386,7 @@ class Layers(TensorChecks):
         except (AttributeError, IndexError):  # it is no tensor, or a single number, which its check refuses
             dim = problem.head_dim
         if self._work_of_layer.get(layer, _UNCHECKED) is not work:
-            _check_work(problem, work, self._device)
+            _check_work(problem, work, self._longest, self._device)
             self._work_of_layer[layer] = work
         if problem.pool is not PoolKind.LATENT or work.rope is None or dim != work.rope.dim:
             dim = problem.head_dim
@@ -443,12 +445,12 @@ def _require_rows_of_one(layer: int, problem: Problem) -> None:
         )
 
 
-def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
+def _check_work(problem: Problem, work: QkvWork, longest: int, device: torch.device) -> None:
     """Raises BadTensor for a rope or norms that do not fit the problem's rows, or are on another device."""
     require_kind("work", work, QkvWork, BadTensor)
     is_latent = problem.pool is PoolKind.LATENT
     if work.rope is not None:
-        _check_rope("rope", work.rope, problem.head_dim, device)
+        _check_rope("rope", work.rope, problem.head_dim, longest, device)
         if is_latent and not work.rope.at_end:
             raise BadTensor(
                 "rope rotates the first elements of a latent layer's rows, and must rotate the last; make the "
@@ -478,11 +480,14 @@ def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
         _check_device(name, norm.weight, device)
 
 
-def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> None:
-    """Raises BadTensor for no table, or no positions, for more elements than a row has, and for another device."""
+def _check_rope(name: str, rope: RopeTable, dim: int, longest: int, device: torch.device) -> None:
+    """Raises BadTensor for no table, one that is too short, of more elements than a row has, or on another device."""
     require_kind(name, rope, RopeTable, BadTensor)
-    if rope.num_positions == 0:
-        raise BadTensor(f"{name} has no positions; make its table for the tokens of the longest sequence")
+    if rope.num_positions < longest:
+        raise BadTensor(
+            f"{name} has {rope.num_positions} positions, and sequences may have {longest} tokens; make its table for "
+            "all of them, or lower max_kv_len"
+        )
     if rope.dim > dim:
         raise BadTensor(f"{name} rotates {rope.dim} elements; rows have {dim}")
     _check_device(name, rope.cos_sin, device)

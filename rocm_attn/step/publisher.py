@@ -16,7 +16,7 @@ from torch import Tensor
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
 from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs
-from rocm_attn.batch.mask import NO_MASK, StepMask, TokenSpans, TreeMask, bytes_of_cells
+from rocm_attn.batch.mask import NO_MASK, StepMask, TokenSpans, TreeMask
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch, as_many
 from rocm_attn.errors import DeviceFault
@@ -387,9 +387,8 @@ class Publisher:
             self._ops.device_inputs(slot, given, step.spaces[0])
         if isinstance(batch.mask, StepMask):
             mask = batch.mask
-            bits = mask.bits[: bytes_of_cells(mask.num_cells(batch.kv_len, batch.q_len))]
             for tensors, window_left in step.windows:
-                self._ops.place_mask(bits, mask.positions, mask.keys_before, window_left, tensors)
+                self._ops.place_mask(mask.bits, mask.positions, mask.keys_before, window_left, tensors)
         elif isinstance(batch.mask, TreeMask):
             for tensors, window_left in step.windows:
                 self._ops.place_trees(batch.mask.parents, 0, 0, window_left, tensors)

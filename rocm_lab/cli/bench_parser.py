@@ -1,6 +1,6 @@
 """The arguments of `rocm-attn bench`. Nothing here imports torch."""
 
-from __future__ import annotations
+from __future__ import annotations  # argparse's Commands takes no parameter at run time
 
 import argparse
 from functools import partial

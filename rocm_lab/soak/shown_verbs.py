@@ -35,9 +35,9 @@ def step_with_mask(scene: Scene) -> None:
         np.concatenate([np.zeros(0, np.bool_), *(seq.shows.ravel() for seq in seqs if seq.shows is not None)]),
         bitorder="little",
     )
-    # Bits after the last cell belong to no token.
-    bits = torch.from_numpy(np.concatenate([cells, np.full(rng.choice((0, 3)), 255, np.uint8)])).to(scene.device)
-    mask = StepMask(bits, scene.ints([position for seq in seqs for position in seq.positions]))
+    mask = StepMask(
+        torch.from_numpy(cells).to(scene.device), scene.ints([position for seq in seqs for position in seq.positions])
+    )
     judged_step(scene, a_run(scene), "a step with a mask", seqs, scene.batch(seqs, mask=mask))
     scene.verified = None  # a move would be one of this step, which may be right
 

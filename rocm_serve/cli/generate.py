@@ -309,7 +309,7 @@ def _as_json(prompt: str, completion: Completion) -> dict[str, object]:
 def _lines(report: Report) -> list[str]:
     return [
         layers_line(report),
-        *(f"  {line}" for line in report.kernels),
+        *(f"  {line}" for line in (*report.kernels, *report.rejected)),
         *(
             [f"{report.checkpoints} states of recurrent layers for prompts that begin alike"]
             if report.state_bytes

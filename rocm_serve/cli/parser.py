@@ -1,6 +1,6 @@
 """The arguments of generate and serve. Nothing here imports torch, so that --help is instant."""
 
-from __future__ import annotations
+from __future__ import annotations  # argparse's Commands takes no parameter at run time
 
 import argparse
 

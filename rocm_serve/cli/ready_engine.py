@@ -83,9 +83,8 @@ def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:
             say(verdict.sentence)
         engine.compile_all(ProgressBar(sys.stderr, "compiling"))
     report = engine.report()
-    # Selection.lines() says "decode: not ..." of a kernel that was rejected.
-    chosen = (f"  {line}" for line in report.kernels if ": not " not in line)
-    for line in (layers_line(report), *chosen, report.memory_line(), report.start_line(), *report.steps):
+    kernels = (f"  {line}" for line in report.kernels)
+    for line in (layers_line(report), *kernels, report.memory_line(), report.start_line(), *report.steps):
         say(line)
 
 

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
             from rocm_serve.server.run import serve
             from rocm_serve.server.served_model import ServedModel
 
-            defaults = defaults_from(settings.generation_config, options.model)
+            defaults = defaults_from(settings.generation_config, options.model, _announce)
             tokenizer = engine.limits.tokenizer
             if options.flight_record is not None:
                 signal.signal(signal.SIGUSR1, lambda number, _: os.kill(engine.pid, number))

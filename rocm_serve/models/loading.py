@@ -201,6 +201,11 @@ def _tokenizer_of_directory(directory: Path, options: Mapping[str, object]) -> T
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise BadModel(f"{path} is not a tokenizer ({error})") from error
+    if Fields(options, "tokenizer_config.json").flag("split_special_tokens", False):
+        raise BadModel(
+            "tokenizer_config.json: split_special_tokens is true, by which the marks of a conversation would be no "
+            "tokens of their own; set it to false"
+        )
     add_tokens(backend, options)
     template_file = directory / "chat_template.jinja"
     named: object = options.get("chat_template")

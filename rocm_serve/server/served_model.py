@@ -1,6 +1,6 @@
 """ServedModel: the server's description of its model, and the conversion of texts to requests."""
 
-from __future__ import annotations
+from __future__ import annotations  # array takes no parameter before Python 3.12
 
 import asyncio
 import hashlib

@@ -1,6 +1,6 @@
 """Tokenising: clients' texts become tokens, in threads that do nothing else."""
 
-from __future__ import annotations
+from __future__ import annotations  # array takes no parameter before Python 3.12
 
 import asyncio
 import ctypes

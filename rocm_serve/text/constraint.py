@@ -131,30 +131,31 @@ def _grammar_alone(constraint: Constraint) -> str:
 
 
 def tokens_of(tokenizer: str, vocab_size: int, ends: Sequence[int]) -> Any:
-    """Returns a tokenizer as the library reads it. This takes a second and megabytes.
+    """Returns a tokenizer as the library reads it, with all its tokens. This takes a second and megabytes.
 
     tokenizer:  as tokenizers.Tokenizer.to_str() writes it
-    vocab_size: of the logits
+    vocab_size: of the logits, which may lack the tokenizer's last tokens: Gemma 3 1B's have none for images
     ends:       tokens that end a text
     Raises BadRequest if the library cannot read it.
     """
+    content = json.loads(tokenizer)
+    vocab = content["model"]["vocab"]
+    of_model = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
+    last = max((*of_model, *(each["id"] for each in content["added_tokens"])), default=0)
     try:
-        return library().LLTokenizer(_unspelled(tokenizer, vocab_size), n_vocab=vocab_size, eos_token=list(ends))
+        return library().LLTokenizer(_unspelled(content), n_vocab=max(vocab_size, last + 1), eos_token=list(ends))
     except ValueError as error:
         raise BadRequest(
             f"this model's tokenizer cannot be used with a constraint ({error}); leave the constraint out"
         ) from error
 
 
-def _unspelled(tokenizer: str, vocab_size: int) -> str:
+def _unspelled(content: Any) -> str:
     """Returns the same tokenizer with names of special tokens that no constraint spells.
 
     Otherwise the library takes a special token for such a text of a constraint. The answer would lack it, or end there.
-    Added tokens that have no logit are left out, as the library refuses them: Gemma 3 1B has one for images.
     """
-    content = json.loads(tokenizer)
-    model, added = content["model"], [each for each in content["added_tokens"] if each["id"] < vocab_size]
-    content["added_tokens"] = added
+    model, added = content["model"], content["added_tokens"]
     named = {each["content"]: _NO_TEXT + each["content"] for each in added if each["special"]}
     for each in added:
         each["content"] = named.get(each["content"], each["content"])

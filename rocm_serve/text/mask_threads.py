@@ -81,8 +81,9 @@ def _end(calls: _Calls, num: int) -> None:
         calls.put(None)
 
 
-def mask_after(matcher: LLMatcher, new: Sequence[int], failed: LLMatcher, words: int) -> Int32Array | str:
-    """int32 [words], a bit for each token that may follow these tokens of a text; or the reason why there is none.
+def mask_after(matcher: LLMatcher, new: Sequence[int], failed: LLMatcher, num_tokens: int) -> Int32Array | str:
+    """int32 [num_tokens / 32, rounded up], a bit for each token that may follow these tokens of a text; or the reason
+    why there is none.
 
     Other threads run meanwhile, however long it takes.
     failed: of the same tokenizer, in its state of error
@@ -90,7 +91,7 @@ def mask_after(matcher: LLMatcher, new: Sequence[int], failed: LLMatcher, words:
     for token in new:
         # For a lone matcher the library would hold Python's lock: a second makes it give the lock back.
         _executor().consume_token_par([(matcher, token), (failed.deep_copy(), token)])
-    mask: Int32Array = np.zeros(words, np.int32)
+    mask: Int32Array = np.zeros(-(-num_tokens // 32), np.int32)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     return reason_of(matcher.get_error()) if matcher.is_error() else mask
 

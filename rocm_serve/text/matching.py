@@ -41,25 +41,28 @@ class CompiledConstraint:
     The lexer's limits hold for all these texts together, and so does its failure: a text whose copy fails goes on with
     a matcher of its own, and later texts with another CompiledConstraint.
 
-    matcher: at the beginning of a text
-    failed:  a matcher of the same tokens, in its state of error
-    words:   of a mask
-    again:   compiles the constraint again. Raises BadRequest
+    matcher:    at the beginning of a text
+    failed:     a matcher of the same tokens, in its state of error
+    num_tokens: of the matchers, which may be more than the logits
+    words:      of a mask of the logits
+    again:      compiles the constraint again. Raises BadRequest
 
-    first:   mask of the first token
+    first:      mask of the first token
     """
 
-    def __init__(self, matcher: LLMatcher, failed: LLMatcher, words: int, again: Callable[[], LLMatcher]) -> None:
-        self.matcher, self.failed, self.words, self.again = matcher, failed, words, again
+    def __init__(
+        self, matcher: LLMatcher, failed: LLMatcher, num_tokens: int, words: int, again: Callable[[], LLMatcher]
+    ) -> None:
+        self.matcher, self.failed, self.num_tokens, self.words, self.again = matcher, failed, num_tokens, words, again
         self.first = self.mask_after(matcher.deep_copy(), ())
         self.has_failed = False
 
     def mask_after(self, matcher: LLMatcher, new: Many[int]) -> Int32Array:
         """The mask of one of its matchers after some more tokens. Raises BadRequest if the library gives up."""
-        found = mask_after(matcher, new, self.failed, self.words)
+        found = mask_after(matcher, new, self.failed, self.num_tokens)
         if isinstance(found, str):
             raise BadRequest(f"the constraint cannot be applied any further: {found}")
-        return found
+        return found[: self.words]
 
 
 class TextMatcher:
@@ -216,9 +219,9 @@ class Matching:
 
     def _compiled_of(self, key: _Key) -> CompiledConstraint:
         """Compiles a constraint that texts are to share. Raises BadRequest."""
-        again = partial(self._compile, *key)
-        matcher, failed = again(), failed_of(self._tokens_ending_in(key[1]))
-        return CompiledConstraint(matcher, failed, -(-self._vocab_size // 32), again)
+        again, tokens = partial(self._compile, *key), self._tokens_ending_in(key[1])
+        matcher, failed = again(), failed_of(tokens)
+        return CompiledConstraint(matcher, failed, tokens.vocab_size, -(-self._vocab_size // 32), again)
 
     def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> LLMatcher:
         """Compiles a constraint. Raises BadRequest."""

@@ -1,7 +1,5 @@
 """The attention backend that SGLang makes for a runner."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from typing import Any

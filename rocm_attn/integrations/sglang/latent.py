@@ -1,7 +1,5 @@
 """Hooks for models with latent attention: they always attend over latent rows, and our kernels select among them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

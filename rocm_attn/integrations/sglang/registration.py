@@ -1,7 +1,5 @@
 """Registers our names in SGLang's lists."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

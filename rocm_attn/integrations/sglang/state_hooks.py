@@ -4,8 +4,6 @@ A pool of states gets headers, which identify the tokens in each slot. SGLang cl
 slots, like other data of a slot. Nothing is hooked unless it is requested.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary

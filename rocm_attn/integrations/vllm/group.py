@@ -4,8 +4,6 @@ vLLM calls a builder once per step, outside of graphs, and each layer inside the
 builder, and a graph contains only store and attend. Fills of the steps that vLLM captures are graphs of our own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol

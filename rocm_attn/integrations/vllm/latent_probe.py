@@ -1,7 +1,5 @@
 """LatentProbe: steps before vLLM's own through MLA layers, whose latent rows vLLM's code stores. Imports no vLLM."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

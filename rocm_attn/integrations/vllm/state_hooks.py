@@ -4,8 +4,6 @@ A layer's state gets a third part, the header that says which tokens are in it. 
 whenever it copies a state to another block, in each of its runners. Nothing is hooked unless it is requested.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial

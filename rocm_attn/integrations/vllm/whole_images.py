@@ -5,8 +5,6 @@ those that a step begins with, and in 0.26 those that its encoder has seen befor
 let the request wait for one that has room for the rest. A step could only refuse a part, and lose all its requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any

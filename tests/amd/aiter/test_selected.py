@@ -23,7 +23,7 @@ from tests.amd.aiter.serving import CPU, GFX942, latent_problem, plain_problem, 
 from tests.amd.aiter.stand_in import Body, StandIn
 from tests.amd.aiter.test_probe import was_not_built
 from tests.amd.kernels.sparse_cases import SelectedCase
-from tests.amd.worlds.world import World
+from tests.amd.worlds.world import World, selecting
 
 TOKENS = Indexing(0.25, top=20)
 BLOCKS = Indexing(0.25, top=3, unit_keys=4)
@@ -63,7 +63,7 @@ def over_selections(problem: Problem) -> Selection:
 def world(problem: Problem, *, graphs: bool = False) -> World:
     """Returns a world of a layer that selects and one that attends to the same selection."""
     problems = [problem, replace(problem, indexer=EarlierSelection(TOKENS))]
-    return World.selecting(
+    return selecting(
         problems, CPU, selections=[over_selections(each) for each in problems], graphs=graphs, num_pages=140
     )
 

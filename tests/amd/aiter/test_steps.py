@@ -179,5 +179,8 @@ def test_over_vectorised_pages_the_text_is_the_same(kernel: str, graphs: bool, a
     assert_text(loaded, Engine(loaded, replace(TORCH, pool="vectorized")))
     assert engine.report().provider == "aiter"
     assert engine.report().pools == ("vectorised pages",)
-    assert any(line.startswith(f"decode: aiter.{kernel}") for line in engine.report().kernels)
+    report = engine.report()
+    assert any(line.startswith(f"decode: aiter.{kernel}") for line in report.kernels)
+    assert not any(": not " in line for line in report.kernels)
+    assert any("pa_decode_gluon" in line for line in report.rejected) == (kernel == "unified_attention")
     assert {kernel, "flash_attn_varlen_func"} <= set(aiter.calls)

@@ -1,7 +1,5 @@
 """The tables of the server's flags, generated from its parser: python -m tests.amd.docs.serve_flags writes it."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every command of the pages is run, or its page gives the reason why not; in both cases the command must exist."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from importlib.util import find_spec

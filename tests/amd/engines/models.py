@@ -252,21 +252,28 @@ def write_block_drafts(folder: Path) -> None:
     def rows(*shape: int) -> Tensor:
         return 0.12 * torch.randn(shape, generator=random)
 
-    config = _small_llama(num_hidden_layers=2)
-    hidden, kv, inner = config.hidden_size, config.num_key_value_heads * config.head_dim, config.intermediate_size
-    weights = {"fc.weight": rows(hidden, hidden), "norm.weight": torch.ones(hidden)}
-    weights["hidden_norm.weight"] = torch.ones(hidden)
-    for layer in range(config.num_hidden_layers):
-        shapes = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden)}
-        of_layer = {f"self_attn.{name}_proj.weight": rows(*shape) for name, shape in shapes.items()}
-        of_layer |= {f"self_attn.{name}_norm.weight": torch.ones(config.head_dim) for name in ("q", "k")}
-        of_layer |= {f"mlp.{name}_proj.weight": rows(inner, hidden) for name in ("gate", "up")}
-        of_layer |= {"mlp.down_proj.weight": rows(hidden, inner)}
-        of_layer |= {f"{name}_layernorm.weight": torch.ones(hidden) for name in ("input", "post_attention")}
-        weights |= {f"layers.{layer}.{name}": each for name, each in of_layer.items()}
+    config = _small_llama(num_hidden_layers=2).to_dict()
+    hidden = config["hidden_size"]
+    weights = {"fc.weight": rows(hidden, hidden)}
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in ("hidden_norm", "norm")}
+    for layer in range(2):
+        weights |= block_layer(layer, rows, config)
     drafting = {"mask_token_id": 7, "target_layer_ids": [0], "block_size": 4, "num_target_layers": 2}
-    fields = {**config.to_dict(), "architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    fields = {**config, "architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
     write(folder, weights, {**fields, "dflash_config": drafting})
+
+
+def block_layer(layer: int, rows: Callable[..., Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of a layer of DFlash's draft model. rows: of random numbers; config: fields of config.json"""
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes = {"q": (heads, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, heads)}
+    found = {f"self_attn.{name}_proj.weight": rows(*shape) for name, shape in shapes.items()}
+    found |= {f"self_attn.{name}_norm.weight": torch.ones(dim) for name in ("q", "k")}
+    found |= {f"mlp.{name}_proj.weight": rows(inner, hidden) for name in ("gate", "up")}
+    found |= {"mlp.down_proj.weight": rows(hidden, inner)}
+    found |= {f"{name}_layernorm.weight": torch.ones(hidden) for name in ("input", "post_attention")}
+    return {f"layers.{layer}.{name}": each for name, each in found.items()}
 
 
 def _small_llama(num_hidden_layers: int) -> Any:

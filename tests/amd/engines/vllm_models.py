@@ -14,6 +14,7 @@ from tests.amd.engines.models import (
     SPECIAL,
     VOCABULARY,
     add_to_config,
+    block_layer,
     weights_of,
     write,
     write_bert,
@@ -75,16 +76,14 @@ def write_block_drafts(folder: Path) -> None:
     It reads the hidden states of both layers, and has the model's embeddings.
     """
     random = torch.Generator().manual_seed(3)
-    size, inner, dim = int(_LLAMA["hidden_size"]), int(_LLAMA["intermediate_size"]), int(_LLAMA["head_dim"])
-    heads, ones = int(_LLAMA["num_attention_heads"]) * dim, torch.ones
-    shapes = {"q": (heads, size), "k": (dim, size), "v": (dim, size), "o": (size, heads)}
-    weights = {f"layers.0.self_attn.{name}_proj.weight": shape for name, shape in shapes.items()}
-    weights |= {f"layers.0.mlp.{name}_proj.weight": (inner, size) for name in ("gate", "up")}
-    weights |= {"layers.0.mlp.down_proj.weight": (size, inner), "fc.weight": (size, 2 * size)}
-    head = {name: 0.12 * torch.randn(shape, generator=random) for name, shape in weights.items()}
-    head |= {f"layers.0.self_attn.{name}_norm.weight": ones(dim) for name in ("q", "k")}
-    head |= {f"layers.0.{name}_layernorm.weight": ones(size) for name in ("input", "post_attention")}
-    head |= {"hidden_norm.weight": ones(size), "norm.weight": ones(size)}
+    size = int(_LLAMA["hidden_size"])
+
+    def rows(*shape: int) -> torch.Tensor:
+        return 0.12 * torch.randn(shape, generator=random)
+
+    head = block_layer(0, rows, _LLAMA)
+    head |= {"fc.weight": rows(size, 2 * size)}
+    head |= {f"{name}.weight": torch.ones(size) for name in ("hidden_norm", "norm")}
     config = {
         "model_type": "qwen3",
         "num_hidden_layers": 1,

@@ -123,6 +123,20 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert all(part["knob"] for part in plan["parts"])
 
 
+def test_a_plan_reaches_as_far_as_the_models_context_which_yarn_stretches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 131072, "rope_theta": 5e5}
+    arguments = ["--arch", "cpu", "--max-batch-size", "2", "--max-kv-len"]
+    plain = ["capture-plan", config_file(tmp_path), *arguments]
+    assert main([*plain, "131073"]) == BAD_INPUT
+    assert "max_kv_len is 131073; it must be at most the model's context, 131072" in capsys.readouterr().err
+    stretched = ["capture-plan", config_file(tmp_path, rope_scaling=yarn), *arguments]
+    assert planned(capsys, *stretched, "524288")["max_kv_len"] == 524288
+    unknown = ["capture-plan", config_file(tmp_path, rope_scaling={"rope_type": "later"}), *arguments]
+    assert planned(capsys, *unknown, "131072")["max_kv_len"] == 131072
+
+
 def test_deterministic_kernels_are_planned_with_their_workspace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

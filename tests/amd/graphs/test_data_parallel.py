@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from rocm_attn.batch.mask import StepMask, kv_positions
+from rocm_attn.batch.mask import random_mask
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
@@ -328,7 +328,7 @@ def test_a_rank_without_room_says_so_before_any_rank_records() -> None:
     ranks = tiny.runtime.agree = Ranks(runs, {})
     for _ in range(3):
         batch = requests.batch([2, 2])
-        mask = StepMask(torch.full((8,), 255, dtype=torch.uint8), kv_positions(batch.kv_len, batch.q_len, CPU))
+        mask = random_mask(batch.kv_len, batch.q_len, torch.Generator())
         runner.run(replace(batch, mask=mask), PadTo(2))
     assert ranks.sent == [{"not tried": "too few free pages to check it"}]  # sent once, not at each step
     assert next(iter(runner.capture_all().skipped.values())) == "on rank 0: no request row is free"

@@ -16,7 +16,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import DeviceFault, GraphStale
+from rocm_attn.errors import BadBatch, DeviceFault, GraphStale
 from rocm_attn.hip_graphs.recorder import Recording
 from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.paging.index_spaces import Space
@@ -336,6 +336,16 @@ def test_a_step_without_new_tokens_has_a_graph_of_its_own_kernels(device: torch.
         assert len(runner.run(requests.batch([0]))) == 1
     assert runner.counters.replays >= 2
     assert not runner.counters.graphs_off
+
+
+def test_a_captured_forward_that_leaves_out_a_layer_is_named_by_its_first_replay() -> None:
+    tiny = Tiny.build(CPU, "torch", layers=3)
+    tiny.projections.pop()
+    requests = tiny.admitted(1)
+    runner = tiny.runner()
+    runner.capture_all()
+    with pytest.raises(BadBatch, match=r"mark_stored.*; the captured forward does not store in layer 2$"):
+        requests.run(runner, [1])
 
 
 def test_a_replay_over_memory_that_moved_is_a_stale_graph() -> None:

@@ -14,7 +14,7 @@ from tests.amd.guards.ways import PROVIDERS, both_ways
 from tests.amd.worlds.problems import indexer, latent_layer, layer, small_problem
 from tests.amd.worlds.rotating import LAYER as ROTATED
 from tests.amd.worlds.rotating import Rotating
-from tests.amd.worlds.world import Request, World
+from tests.amd.worlds.world import Request, World, selecting
 
 POOL, CAP = 6, 4
 POOLS = Indexing(0.25, top=2, key_tokens=2, last_unit=LastUnit.ADDED)
@@ -100,7 +100,7 @@ def test_selections_for_sequences_of_every_count_and_length(
     provider: str, indexing: Indexing, of: Callable[..., Problem], graphs: bool, device: torch.device
 ) -> None:
     """Lengths are one key, as many as are selected, one more, and whole pages with and without one more token."""
-    world = World.selecting([of(indexer(indexing)), of(EarlierSelection(indexing))], device, provider, graphs=graphs)
+    world = selecting([of(indexer(indexing)), of(EarlierSelection(indexing))], device, provider, graphs=graphs)
     lengths = [1, 3, 4, 5, 8, 9, 20]
     for count in range(1, 5):
         requests = [world.admit() for _ in range(count)]

@@ -48,8 +48,8 @@ def test_a_batch_padded_beyond_the_pool_keeps_all_of_its_sequences(
     with pytest.raises(BadTensor, match=f"5 rows for {alignment} padded sequences"):
         serving.run(requests, [1] * 5)
     # No step has written the results of padded sequences beyond the pool.
-    assert torch.isfinite(serving.out[:5]).all()
-    assert serving.out[5:alignment].isnan().all()
+    assert torch.isfinite(serving.rows[0].out[:5]).all()
+    assert serving.rows[0].out[5:alignment].isnan().all()
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -91,7 +91,7 @@ def test_head_weights_are_not_replaced_under_a_graph(provider: str, device: torc
 
     serving, requests = served(ALL_ON)
     weights = serving.runtime.head_weights
-    others = HeadWeights(torch.full_like(serving.lse[0], 5.0))
+    others = HeadWeights(torch.full_like(serving.rows[0].lse[0], 5.0))
     before = weights.of(0).sinks
     weights.set(0, others)
     assert weights.of(0).sinks is before

@@ -21,7 +21,7 @@ def test_a_sequence_gives_the_same_bits_beside_a_longer_one(provider: str, graph
 
     def tell(guards: Guards, *, beside: bool) -> tuple[Teller, Told]:
         teller = Teller.of(device, provider, small_problem(), graphs=graphs, guards=guards, target=target)
-        reported, other = (teller.begin(Story.random(teller.problem, n, seed)) for n, seed in ((110, 1), (400, 2)))
+        reported, other = (teller.begin(Story.random(teller.problems[0], n, seed)) for n, seed in ((110, 1), (400, 2)))
         if beside:
             teller.serve([(other, 390)])
         for chunk in (100, *[1] * 10):

@@ -41,7 +41,7 @@ def test_padded_sequences_are_rewritten_every_step(provider: str, graphs: bool, 
     two, stranger = crowd_then_two(serving)
     # A query of zeros weighs all keys alike: the pad holds the mean of seven tokens of the stranger, which it has read.
     read = stranger.v[0][:7].mean(0).repeat_interleave(3, 0)
-    assert_same_but_for_rounding(serving.out[4], read)
+    assert_same_but_for_rounding(serving.rows[0].out[4], read)
     assert not is_right(serving, two, [1, 1])
 
 
@@ -53,7 +53,7 @@ def test_padded_tokens_are_never_stored(provider: str, graphs: bool, device: tor
         serving.run(requests, [4, 3])
         serving.run(requests, [1, 1])
         assert page_zero_is_zero(serving) == (guards is ALL_ON)
-        return serving.out[2:8]
+        return serving.rows[0].out[2:8]
 
     # Where kernels read a token of page 0 for each pad, the values that pads have stored there are cleared.
     for guards in (ALL_ON, Guards().without("store_drops")):
@@ -71,7 +71,7 @@ def test_the_reserved_row_is_never_written(graphs: bool, device: torch.device) -
         table.full.entries_host[0, 0] = table.pages_of(requests[0].row)[0]
         table.full.pending.cells.append(np.arange(1))
         serving.run(requests, [1, 1])
-        assert not serving.out[2:8].any()
+        assert not serving.rows[0].out[2:8].any()
         return int(table.full.entries[0, 0])
 
     assert reserved_entry(ALL_ON) == 0
@@ -116,11 +116,11 @@ def test_what_lies_after_a_sequence_in_its_page_is_not_read(
     serving = World.one_layer(device, Guards().without("v_mask"), graphs=graphs, provider=provider, problem=problem)
     requests = serving.admit_all(2)
     serving.run(requests, requests_q_len)
-    assert serving.out[:5].isnan().all()
+    assert serving.rows[0].out[:5].isnan().all()
     serving.run(requests, [1, 1])
-    assert serving.out[0].isnan().all()
+    assert serving.rows[0].out[0].isnan().all()
     # The second sequence fills its page: nothing follows it.
-    assert torch.isfinite(serving.out[1]).all()
+    assert torch.isfinite(serving.rows[0].out[1]).all()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # in the interpreter, at 0 * inf
@@ -137,13 +137,13 @@ def test_a_v_that_is_no_number_stays_with_the_tokens_that_see_it(
         serving = World.one_layer(device, guards, graphs=False, provider=provider, deterministic=deterministic)
         runtime, requests = serving.runtime, serving.admit_all(1)
         step = runtime.step(serving.batch(requests, [8])).parts[0]
-        q, k, v = serving.qkv(serving.problem, step)
+        q, k, v = serving.qkv(serving.problems[0], step)
         stored = v.clone()
         v[6, 1, 3], stored[6, 1, 3] = value, 0.0
         out = torch.empty_like(q)
         step.layers.store_and_attend(0, q, k, v, out)
         runtime.end_step()
-        want, _ = attend_sequence(q[:8], k[:8], stored[:8], serving.problem)
+        want, _ = attend_sequence(q[:8], k[:8], stored[:8], serving.problems[0])
         close = torch.isclose(out[:8].double(), want, atol=1e-5, rtol=1e-5)
         return serving, close.flatten(1).all(1).tolist()
 

@@ -55,7 +55,7 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Before) -> 
         for q_len in STEPS:
             before(serving)
             serving.run(requests[: len(q_len)], q_len)
-            results += [tensor[: len(serving.places)].clone() for tensor in (serving.out, serving.lse)]
+            results += [tensor[: len(serving.places)].clone() for tensor in (serving.rows[0].out, serving.rows[0].lse)]
         serving.free(requests[0])
         requests[:1] = serving.admit_all(1)
     if graphs:
@@ -65,7 +65,7 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Before) -> 
 
 def without_live_tokens(serving: World) -> Tensor:
     """Returns bool [pages, page_size]: slots without a request's token, except page 0, which is always zero."""
-    problem, table = serving.problem, serving.runtime.table
+    problem, table = serving.problems[0], serving.runtime.table
     dead = torch.ones(serving.runtime.pool.num_pages, problem.page_size, dtype=torch.bool)
     dead[0] = False
     for request in serving.requests:

@@ -16,7 +16,7 @@ from rocm_attn.step.step import Part
 from tests.amd.guards.test_plans import sharing_memory
 from tests.amd.guards.ways import both_ways
 from tests.amd.worlds.problems import indexer, layer
-from tests.amd.worlds.world import ALL_ON, Request, World, is_right
+from tests.amd.worlds.world import ALL_ON, SELECTING, Request, World, is_right, selecting
 
 # Sequences that graphs are padded to. Selections are of pages: three of a sequence's pages, the last one among them.
 PADDED = 4
@@ -69,7 +69,7 @@ def random_steps(world: AnyLengths, steps: int) -> Iterator[tuple[list[Request],
 def dense_after_sparse(device: torch.device, provider: str, guards: Guards, graphs: bool) -> AnyLengths:
     """Returns a layer that selects pages, one that reuses them, and a dense one, which reads the step's boundaries."""
     problems = [layer(indexer(PAGES)), layer(EarlierSelection(PAGES)), layer()]
-    return AnyLengths.selecting(problems, device, provider, guards=guards, graphs=graphs)
+    return AnyLengths.build(problems, device, provider, guards=guards, graphs=graphs, **SELECTING)
 
 
 def is_monotone(boundaries: Tensor) -> bool:
@@ -106,7 +106,7 @@ def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device
     """Layer 0 attends after layer 1 has selected, and in a step without a selection."""
 
     def late(guards: Guards) -> World:
-        world = World.selecting([layer(indexer(TOKENS)), layer(indexer(TOKENS))], device, guards=guards, graphs=graphs)
+        world = selecting([layer(indexer(TOKENS)), layer(indexer(TOKENS))], device, guards=guards, graphs=graphs)
 
         def forward(step: Part) -> Tensor:
             at, layers = step.tokens, step.layers
@@ -134,7 +134,7 @@ def test_a_layer_attends_to_no_other_selection_than_its_own(graphs: bool, device
 
 def test_a_selection_does_not_outlive_its_step(device: torch.device) -> None:
     def second_step(guards: Guards) -> tuple[World, Request]:
-        world = World.selecting([layer(indexer(TOKENS))], device, guards=guards)
+        world = selecting([layer(indexer(TOKENS))], device, guards=guards)
         (request,) = world.begun(12)
         world.draw(1)
         step = world.runtime.step(world.batch([request], [1])).parts[0]

@@ -96,7 +96,7 @@ def test_tokens_that_were_never_stored_are_not_read(provider: str, graphs: bool,
 
     serving, request, batch = with_a_gap(Guards().without("stored_tokens"))
     serving.run_batch([request], [1], batch)
-    assert serving.out[0].isnan().all()
+    assert serving.rows[0].out[0].isnan().all()
 
 
 # Groups of five requests that share 12 tokens in pages of 4; large steps come before small ones.
@@ -162,7 +162,7 @@ def serve(device: torch.device, provider: str, graphs: bool, before: Callable[[W
         members = requests[: sum(group.num_seqs for group in groups)]
         run_shared(serving, members, groups)
         serving.check_step(members, [1] * len(members))
-        results += [tensor[: len(serving.places)].clone() for tensor in (serving.out, serving.lse)]
+        results += [tensor[: len(serving.places)].clone() for tensor in (serving.rows[0].out, serving.rows[0].lse)]
     assert serving.runner.counters.replays == (len(GROUPS) + 1 if graphs else 0)
     serving.runtime.check_device()
     return results

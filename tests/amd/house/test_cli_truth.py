@@ -2,13 +2,15 @@
 
 import io
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rocm_attn.cli import DONE, FAILED, main, truth
+from rocm_attn.cli import DONE, FAILED, INTERRUPTED, main, truth
 from rocm_attn.truth.check import TruthReport
 from tests.amd.house.test_cli import GEMMA2, config_file
 
@@ -101,6 +103,25 @@ def test_what_is_missed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
     captured = capsys.readouterr()
     assert "NEEDLES WERE MISSED; 0 of 6 steps were replays" in captured.out
     assert "needles were missed, or hidden ones were seen: provider auto, K and V as q" in captured.err
+
+
+@pytest.mark.usefixtures("heard")
+def test_what_was_found_before_an_interrupt_is_in_the_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = truth._report
+
+    def reported(options: Any, way: truth.Way, *given: Any) -> TruthReport:
+        if way.provider == "cpu":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report(options, way, *given)
+
+    monkeypatch.setattr(truth, "_report", reported)
+    assert main(["truth", "dense", *ON_CPU, "--providers", "torch,cpu", "--eager", "--json"]) == INTERRUPTED
+    said = json.loads(capsys.readouterr().out)
+    assert [run["passed"] for run in said["runs"]] == [True]
+    assert said["not_run"] == [{"way": "provider cpu, K and V as q", "reason": "the command was ended before"}]
+    assert not said["passed"]
 
 
 def test_what_was_found_is_written_before_the_next_way_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Properties of every file: docstrings, and annotations that Triton reads."""
 
 import ast
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -94,3 +95,30 @@ def test_what_is_not_specialised_is_a_parameter() -> None:
     assert len(trees_with_jitted_functions()) > 50
     for path, tree in trees_with_jitted_functions().items():
         assert not stale_names(tree), path
+
+
+PUT_OFF = "from __future__ import annotations\n"  # a comment after it says why else it is there
+
+
+def is_bound_later(tree: ast.Module) -> bool:
+    """True if an annotation of a file names what is bound at its end or below it, or for checkers of types alone."""
+    last_line = dict[str, int]()  # of the statement that binds a name
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            last_line[node.name] = node.end_lineno or 0
+        elif isinstance(node, ast.Assign):
+            last_line |= {ast.unparse(target): node.lineno for target in node.targets}
+        elif isinstance(node, ast.If):  # TYPE_CHECKING
+            imports = (each for each in node.body if isinstance(each, ast.Import | ast.ImportFrom))
+            last_line |= {alias.asname or alias.name: sys.maxsize for each in imports for alias in each.names}
+    annotations = (getattr(node, field, None) for node in ast.walk(tree) for field in ("annotation", "returns"))
+    named = (name for annotation in annotations if annotation is not None for name in ast.walk(annotation))
+    return any(isinstance(name, ast.Name) and last_line.get(name.id, 0) >= name.lineno for name in named)
+
+
+def test_annotations_are_put_off_only_for_names_that_are_bound_later() -> None:
+    folders = ("rocm_attn", "kernels", "hip_graphs", "rocm_serve", "rocm_lab", "tests")
+    texts = {path: path.read_text() for name in folders for path in python_files(ROOT / name)}
+    assert [path for path, text in texts.items() if PUT_OFF in text and not is_bound_later(ast.parse(text))] == []
+    assert not is_bound_later(ast.parse("class A: ...\ndef f() -> A: ..."))
+    assert is_bound_later(ast.parse("def f() -> A: ...\nclass A: ..."))

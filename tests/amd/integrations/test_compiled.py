@@ -133,11 +133,9 @@ def test_a_part_of_a_table_is_not_taken_for_all_of_it(provider: str, device: tor
     step, calls = running(model)
     q, whole = rows(step, 6), work.rope
     assert whole is not None
-    calls.rope_queries(1, q, torch.empty_like(q), replace(work, rope=replace(whole, cos_sin=whole.cos_sin[:1])))
-    by_operation, by_layers = torch.empty_like(q), torch.empty_like(q)
-    calls.rope_queries(1, q, by_operation, work)
-    step.layers.rope_queries(1, q, by_layers, work)
-    assert torch.equal(by_operation, by_layers)
+    calls.rope_queries(1, q, torch.empty_like(q), work)
+    with pytest.raises(BadTensor, match="rope has 1 positions, and sequences may have 128 tokens"):
+        calls.rope_queries(1, q, torch.empty_like(q), replace(work, rope=replace(whole, cos_sin=whole.cos_sin[:1])))
 
 
 def test_compiled_code_keeps_every_operation_in_its_order(provider: str, device: torch.device) -> None:

@@ -12,7 +12,6 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.compiled import compiled_layers
-from rocm_attn.paging.adopted import CsrSource, Source, TableSource, TableUnit
 from rocm_attn.problem import Problem
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep, NewLengths
 from rocm_lab.soak.calls import Calls
@@ -22,11 +21,10 @@ from rocm_lab.soak.movers import Movers, Sent
 from rocm_lab.soak.oracle import UNKNOWN, Oracle
 from rocm_lab.soak.scene import make_exact
 from rocm_lab.soak.seq import Seq
+from tests.amd.random_calls.engine_tables import NUM_PAGES, PAGE, ROWS, WIDTH, EngineTables
 
 ENGINE_KINDS = ("in place", "gathered", "slots", "lists", "watched")
-PAGE, WIDTH, ROWS, NUM_PAGES = 4, 12, 8, 60
 MOST_SEQS, MOST_TOKENS = 4, 16
-HOLE = -1
 
 
 @dataclass(slots=True)
@@ -44,7 +42,6 @@ class Graph:
 class EngineScene(Calls):
     """One ExternalAttention and what its engine owns.
 
-    pages:  row -> the page of each page_no
     begun:  the step that has begun, with its tokens; None: what was begun is over, or wrong
     unsure: rows whose last tokens the engine itself gave away
     """
@@ -63,15 +60,13 @@ class EngineScene(Calls):
             "custom_mask": True,
         }
         problems = [Problem(**base), Problem(**base, has_sinks=True)]
-        self.null_page = kind not in ("gathered", "lists")
-        self.hole = 0 if self.null_page else HOLE
-        self.make_tables()
+        self.tables = EngineTables(kind, device)
         options = ExternalOptions(
             provider="torch" if device.type == "cpu" else "auto", watches_pages=kind == "watched", unaligned_rows=True
         )
         self.attention = ExternalAttention(
             [LayerSource(problem) for problem in problems],
-            self.source(),
+            self.tables.source(),
             device=device,
             bounds=Bounds(num_seqs=MOST_SEQS, num_tokens=MOST_TOKENS, kv_len=WIDTH * PAGE, num_pages=NUM_PAGES),
             options=options,
@@ -86,9 +81,7 @@ class EngineScene(Calls):
         self.recorder = recorder_for(device)
         self.compiled = compiled_layers(self.attention)
         self.renew_movers()
-        self.pages: dict[int, list[int]] = {}
-        self.free = list(range(1 if self.null_page else 0, NUM_PAGES))
-        self.rng.shuffle(self.free)
+        self.rng.shuffle(self.tables.free)
         self.begun: tuple[ExternalStep, list[Seq]] | None = None
         self.stored_in: set[int] = set()
         self.is_filled = self.is_sealed = False
@@ -103,60 +96,9 @@ class EngineScene(Calls):
     def fresh_kv(self, dim: int) -> Tensor:
         """Pages of a layer in which everything is NaN, but page 0 where it belongs to no one."""
         kv = torch.full((2, NUM_PAGES, PAGE, 1, dim), float("nan"), device=self.device)
-        if self.null_page:
+        if self.tables.null_page:
             kv[:, 0] = 0
         return kv
-
-    # Tables
-
-    def make_tables(self) -> None:
-        """Makes the table that source() names."""
-        wide = torch.int32 if self.kind in ("in place", "watched") else torch.int64
-        columns = WIDTH * PAGE if self.kind == "slots" else WIDTH
-        self.entries = torch.full((ROWS, columns), self.hole, dtype=wide, device=self.device)
-        self.indptr = torch.zeros(ROWS + 1, dtype=torch.int32, device=self.device)
-        self.indices = torch.full((ROWS * WIDTH,), self.hole, dtype=torch.int32, device=self.device)
-
-    def source(self) -> Source:
-        """The engine's table."""
-        if self.kind == "lists":
-            return CsrSource(self.indptr, self.indices)
-        unit = TableUnit.SLOT if self.kind == "slots" else TableUnit.PAGE
-        return TableSource(self.entries, unit, null_page=self.null_page)
-
-    def write_tables(self, holes: Sequence[tuple[int, int, int]] = ()) -> None:
-        """Write the engine's pages into its table. holes: (row, page_no, page) that are written otherwise"""
-        pages = {row: list(its) for row, its in self.pages.items()}
-        for row, page_no, page in holes:
-            pages[row][page_no] = page
-        if self.kind == "lists":
-            listed = [pages.get(row, []) for row in range(ROWS)]
-            flat = [page for its in listed for page in its]
-            self.indptr.copy_(torch.tensor(np.cumsum([0, *map(len, listed)])))
-            self.indices.fill_(self.hole)
-            self.indices[: len(flat)] = torch.tensor(flat, dtype=torch.int32, device=self.device)
-            return
-        table = np.full(self.entries.shape, self.hole)
-        for row, its in pages.items():
-            entries = its
-            if self.kind == "slots":
-                each = [page * PAGE + at if page > 0 else page for page in its for at in range(PAGE)]
-                entries = each
-            table[row, : len(entries)] = entries
-        self.entries.copy_(torch.from_numpy(table))
-
-    def reserve(self, row: int, kv_len: int) -> None:
-        """Pages for so many tokens, as far as there are some."""
-        while len(self.pages[row]) * PAGE < kv_len and self.free:
-            self.pages[row].append(self.free.pop())
-
-    def slots_of(self, seqs: Sequence[Seq]) -> list[int]:
-        """The slot of each new token."""
-        return [
-            self.pages[seq.row][place // PAGE] * PAGE + place % PAGE
-            for seq in seqs
-            for place in range(seq.begin, seq.end)
-        ]
 
     # Requests
 
@@ -170,9 +112,9 @@ class EngineScene(Calls):
 
     def admit(self) -> int | None:
         """A row without tokens, if one is free."""
-        row = next((row for row in range(ROWS) if row not in self.pages), None)
+        row = next((row for row in range(ROWS) if row not in self.tables.pages), None)
         if row is not None:
-            self.pages[row] = []
+            self.tables.pages[row] = []
             self.oracle.admit(row)
             if self.kind == "watched":
                 self.attention.forget(torch.tensor([row], device=self.device))
@@ -181,10 +123,7 @@ class EngineScene(Calls):
     def release(self, row: int) -> None:
         """A request goes; its pages are free, unless others read them too."""
         self.oracle.free(row)
-        its = self.pages.pop(row)
-        held = {page for pages in self.pages.values() for page in pages}
-        self.free[:0] = [page for page in its if page not in held]
-        self.write_tables()
+        self.tables.release(row)
 
     def give_up(self, rows: Sequence[int]) -> None:
         """Forgets all that is known about these rows' tokens."""
@@ -212,9 +151,9 @@ class EngineScene(Calls):
             tokens = self.rng.randint(1, most) if count is None else count
             seqs.append(Seq(row, self.length(row), [self.rng.randint(1, 11) for _ in range(tokens)]))
         for seq in seqs:
-            self.reserve(seq.row, seq.end)
-        seqs = [seq for seq in seqs if len(self.pages[seq.row]) * PAGE >= seq.end]
-        self.write_tables()
+            self.tables.reserve(seq.row, seq.end)
+        seqs = [seq for seq in seqs if len(self.tables.pages[seq.row]) * PAGE >= seq.end]
+        self.tables.write()
         return seqs
 
     def step(self, seqs: Sequence[Seq], **changed: Any) -> ExternalStep:
@@ -296,7 +235,7 @@ class EngineScene(Calls):
         """Every token of every request lies in its page."""
         for number, layer in enumerate(self.model.layers):
             at = [
-                (self.pages[row][place // PAGE], place % PAGE, entry, row)
+                (self.tables.pages[row][place // PAGE], place % PAGE, entry, row)
                 for row, kv in self.oracle.kv.items()
                 for place, entry in enumerate(kv)
                 if entry != UNKNOWN
@@ -311,5 +250,5 @@ class EngineScene(Calls):
             if wrong:
                 raise Finding(f"after {what}: layer {number} holds something else of rows {[at[w][3] for w in wrong]}")
             null = self.kv[number][:, 0]
-            if self.null_page and bool((null != 0).any()):
+            if self.tables.null_page and bool((null != 0).any()):
                 raise Finding(f"after {what}: layer {number} has something in page 0, which belongs to no one")

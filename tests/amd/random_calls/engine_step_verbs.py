@@ -14,7 +14,8 @@ from rocm_lab.soak.calls import REFUSED
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.oracle import UNKNOWN
 from rocm_lab.soak.seq import Seq
-from tests.amd.random_calls.engine_scene import MOST_SEQS, NUM_PAGES, PAGE, ROWS, WIDTH, EngineScene, Graph
+from tests.amd.random_calls.engine_scene import MOST_SEQS, EngineScene, Graph
+from tests.amd.random_calls.engine_tables import NUM_PAGES, PAGE, ROWS, WIDTH
 from tests.amd.random_calls.step_calls import attend_turned, in_another_thread
 
 # Whole steps
@@ -60,7 +61,7 @@ def extend(scene: EngineScene) -> None:
         step = scene.step(seqs)
         slots = None
         if scene.rng.random() < 0.5:
-            listed = scene.slots_of(seqs)
+            listed = scene.tables.slots_of(seqs)
             slots = scene.ints([*listed, *[-1] * (step.padded_tokens - len(listed))], torch.int64)
         right(scene, "an extend step", seqs, run(scene, "an extend step", seqs, step, slots))
 
@@ -150,7 +151,7 @@ def wrong(
             kv = scene.oracle.kv[row]
             kv[seq.begin :] = []
     scene.compare_pool(what)
-    scene.write_tables()
+    scene.tables.write()
 
 
 def spoiled(scene: EngineScene) -> None:
@@ -174,11 +175,11 @@ def spoiled(scene: EngineScene) -> None:
     elif kind == "too long":
         ends[-1] = WIDTH * PAGE + scene.rng.choice((1, 9, 1000))
     elif kind == "no page":
-        scene.write_tables([(last.row, last.begin // PAGE, scene.hole)])
+        scene.tables.write([(last.row, last.begin // PAGE, scene.tables.hole)])
     elif kind == "page beyond":
-        scene.write_tables([(last.row, last.begin // PAGE, scene.rng.choice((NUM_PAGES, NUM_PAGES + 5)))])
+        scene.tables.write([(last.row, last.begin // PAGE, scene.rng.choice((NUM_PAGES, NUM_PAGES + 5)))])
     else:
-        scene.write_tables([(last.row, last.begin // PAGE, -3)])
+        scene.tables.write([(last.row, last.begin // PAGE, -3)])
     count = len(seqs)
     step = ExternalStep(
         count, count, count, scene.ints(ends), ONE_EACH, scene.ints(rows), 1, 1, max(seq.end for seq in seqs)
@@ -192,12 +193,12 @@ def wrong_slots(scene: EngineScene) -> None:
     if not seqs:
         return
     step = scene.step(seqs)
-    listed = scene.slots_of(seqs)
+    listed = scene.tables.slots_of(seqs)
     kind = scene.one_of("slots", ("another's", "beyond", "too few", "nowhere"))
     others = [row for row in scene.rows if scene.length(row) and row not in {seq.row for seq in seqs}]
     at = scene.rng.randrange(len(listed))
     if kind == "another's" and others:
-        listed[at] = scene.pages[others[0]][0] * PAGE
+        listed[at] = scene.tables.pages[others[0]][0] * PAGE
     elif kind == "beyond":
         listed[at] = NUM_PAGES * PAGE + 3
     elif kind == "too few" and len(listed) > 1:

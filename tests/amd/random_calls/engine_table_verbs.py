@@ -10,8 +10,9 @@ from rocm_lab.soak.calls import REFUSED
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.movers import Sent
 from rocm_lab.soak.seq import Seq
-from tests.amd.random_calls.engine_scene import NUM_PAGES, PAGE, ROWS, WIDTH, EngineScene
+from tests.amd.random_calls.engine_scene import EngineScene
 from tests.amd.random_calls.engine_step_verbs import replayed, right, run, wrong
+from tests.amd.random_calls.engine_tables import NUM_PAGES, PAGE, ROWS, WIDTH
 
 # Tables and pages
 
@@ -21,24 +22,26 @@ def use(scene: EngineScene) -> None:
     tables = scene.attention.tables
     kind = scene.one_of("use", ("moved", "fewer", "the same", "another kind", "narrow"))
     if kind == "moved":
-        before = scene.entries, scene.indptr, scene.indices
-        scene.make_tables()
-        scene.write_tables()
-        given = scene.call("use of a moved table", lambda: tables.use(scene.source()), wrong="graphs" * scene.is_sealed)
+        before = scene.tables.entries, scene.tables.indptr, scene.tables.indices
+        scene.tables.make()
+        scene.tables.write()
+        given = scene.call(
+            "use of a moved table", lambda: tables.use(scene.tables.source()), wrong="graphs" * scene.is_sealed
+        )
         if given is REFUSED:
-            scene.entries, scene.indptr, scene.indices = before
+            scene.tables.entries, scene.tables.indptr, scene.tables.indices = before
         return
     if kind == "the same":
-        scene.call("use of the same table", lambda: tables.use(scene.source()), right=True)
+        scene.call("use of the same table", lambda: tables.use(scene.tables.source()), right=True)
         return
     if kind == "another kind":
-        other: Any = CsrSource(scene.indptr, scene.indices)
+        other: Any = CsrSource(scene.tables.indptr, scene.tables.indices)
         if scene.kind == "lists":
-            other = TableSource(scene.entries)
+            other = TableSource(scene.tables.entries)
         scene.call("use of another kind of table", lambda: tables.use(other), wrong="it is another kind")
         return
     if kind == "narrow" and scene.kind != "lists":
-        narrow = scene.entries[:, :2]
+        narrow = scene.tables.entries[:, :2]
         scene.call("use of a narrow table", lambda: tables.use(narrow), wrong="rows are too short")
         return
     _fewer_rows(scene)
@@ -52,9 +55,9 @@ def _fewer_rows(scene: EngineScene) -> None:
     count = max(seq.row for seq in seqs)
     tables = scene.attention.tables
     if scene.kind == "lists":
-        fewer: Any = CsrSource(scene.indptr[: count + 1], scene.indices)
+        fewer: Any = CsrSource(scene.tables.indptr[: count + 1], scene.tables.indices)
     else:
-        fewer = scene.entries[:count]
+        fewer = scene.tables.entries[:count]
     if scene.call("use of fewer rows", lambda: tables.use(fewer)) is REFUSED:
         return
     if scene.graph is not None and scene.rng.random() < 0.5:
@@ -64,13 +67,13 @@ def _fewer_rows(scene: EngineScene) -> None:
         scene.give_up([seq.row for seq in seqs])
     else:
         wrong(scene, "a row that the table has no more", seqs, scene.step(seqs))
-    scene.call("use of all rows", lambda: tables.use(scene.source()), right=True)
+    scene.call("use of all rows", lambda: tables.use(scene.tables.source()), right=True)
 
 
 def write(scene: EngineScene) -> None:
     """tables.write(): the pages from row 0 on; or more than there is room for."""
     tables = scene.attention.tables
-    pages = [scene.pages.get(row, []) for row in range(ROWS)]
+    pages = [scene.tables.pages.get(row, []) for row in range(ROWS)]
     if scene.rng.random() < 0.3:
         scene.call("write of too much", lambda: tables.write([[0] * (WIDTH + 1)]), wrong="the row is too long")
     bad = "it has no rows of pages" if scene.kind in ("slots", "lists") else ""
@@ -123,9 +126,9 @@ def admit(scene: EngineScene) -> None:
     if row is None:
         return
     seq = Seq(row, 0, [scene.rng.randint(1, 11) for _ in range(scene.rng.randint(2, 7))])
-    scene.reserve(row, seq.end)
-    scene.write_tables()
-    if len(scene.pages[row]) * PAGE >= seq.end:
+    scene.tables.reserve(row, seq.end)
+    scene.tables.write()
+    if len(scene.tables.pages[row]) * PAGE >= seq.end:
         right(scene, "a prompt", [seq], run(scene, "a prompt", [seq], scene.step([seq])))
 
 
@@ -143,9 +146,9 @@ def share(scene: EngineScene) -> None:
         return
     parent = scene.rng.choice(rows)
     full = scene.length(parent) // PAGE
-    scene.pages[row] = scene.pages[parent][:full]
+    scene.tables.pages[row] = scene.tables.pages[parent][:full]
     scene.oracle.begin(row, scene.oracle.kv[parent][: full * PAGE])
-    scene.write_tables()
+    scene.tables.write()
 
 
 def export(scene: EngineScene) -> None:
@@ -155,7 +158,7 @@ def export(scene: EngineScene) -> None:
         return
     row = scene.rng.choice(rows)
     kv_len = scene.length(row)
-    listed = scene.pages[row][: -(-kv_len // PAGE)]
+    listed = scene.tables.pages[row][: -(-kv_len // PAGE)]
     movers, bad = scene.movers, scene.rng.random() < 0.2
     if bad:
         listed = [*listed[:-1], NUM_PAGES + 1]
@@ -184,9 +187,9 @@ def import_(scene: EngineScene) -> None:
     sent, row = scene.rng.choice(scene.sent[-3:]), scene.admit()
     if row is None:
         return None
-    scene.reserve(row, len(sent.stored))
-    scene.write_tables()
-    listed = {Space.FULL: scene.pages[row][: -(-len(sent.stored) // PAGE)]}
+    scene.tables.reserve(row, len(sent.stored))
+    scene.tables.write()
+    listed = {Space.FULL: scene.tables.pages[row][: -(-len(sent.stored) // PAGE)]}
     if len(listed[Space.FULL]) * PAGE < len(sent.stored):
         return None
 

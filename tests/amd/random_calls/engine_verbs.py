@@ -13,7 +13,8 @@ from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.oracle import UNKNOWN
 from rocm_lab.soak.seq import Seq
 from tests.amd.random_calls import engine_step_verbs, engine_table_verbs
-from tests.amd.random_calls.engine_scene import MOST_SEQS, PAGE, ROWS, WIDTH, EngineScene
+from tests.amd.random_calls.engine_scene import MOST_SEQS, EngineScene
+from tests.amd.random_calls.engine_tables import PAGE, ROWS, WIDTH
 
 Verb = Callable[[EngineScene], None]
 
@@ -105,16 +106,16 @@ def engine_prefill(scene: EngineScene) -> None:
 def engine_settle(scene: EngineScene) -> None:
     """Each request goes on by a token, eagerly or by the graph, if there is one."""
     scene.compare_pool("closing")
-    scene.write_tables()
+    scene.tables.write()
     scene.listen()
     scene.provoked = False
     live = [row for row in scene.rows if 0 < scene.length(row) < WIDTH * PAGE]
     for first in range(0, len(live), MOST_SEQS):
         seqs = [Seq(row, scene.length(row), [scene.rng.randint(1, 11)]) for row in live[first : first + MOST_SEQS]]
         for seq in seqs:
-            scene.reserve(seq.row, seq.end)
-        seqs = [seq for seq in seqs if len(scene.pages[seq.row]) * PAGE >= seq.end]
-        scene.write_tables()
+            scene.tables.reserve(seq.row, seq.end)
+        seqs = [seq for seq in seqs if len(scene.tables.pages[seq.row]) * PAGE >= seq.end]
+        scene.tables.write()
         if seqs:
             by_graph = scene.graph is not None and scene.rng.random() < 0.5
             if by_graph:

@@ -74,7 +74,7 @@ def scenes(device: torch.device) -> tuple[list[object], list[Tensor | np.ndarray
     movers = [plain.movers.exporter, plain.movers.importer, engine.movers.exporter]
     held = [plain.runner, plain.compiled, plain.over, plain.runtime, latent.runtime, states.runtime, *movers]
     held += [latent.runtime.expanded_prefill(0), engine.attention, engine.fills[0][1]]
-    tensors: list[Tensor | np.ndarray] = [*engine.kv, engine.entries]
+    tensors: list[Tensor | np.ndarray] = [*engine.kv, engine.tables.entries]
     for core in engine.attention.cores.values():
         tensors += core.sealed_tensors().values()
     for scene in (plain, latent):

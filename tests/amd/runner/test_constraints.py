@@ -66,10 +66,13 @@ def test_a_text_that_looks_like_a_special_token_is_written_as_text(constraint: C
     assert (done.text, done.finish_reason) == (text, "stop")
 
 
-def test_a_tokenizer_may_have_added_tokens_beyond_the_logits() -> None:
+@pytest.mark.parametrize("are_added", [True, False])
+def test_a_tokenizer_may_have_tokens_beyond_the_logits(are_added: bool) -> None:
     """Gemma 3 1B's has one for images, and others of fine-tuned models one that pads: constraints were refused."""
-    backend = of_characters(CHARACTERS)
-    backend.add_special_tokens([f"<{number}>" for number in range(200)])
+    names = [f"<{number}>" for number in range(200)]
+    backend = of_characters((*CHARACTERS, "<end>") if are_added else (*CHARACTERS, "<end>", *names))
+    if are_added:
+        backend.add_special_tokens(names)
     larger = Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
     model = tiny_model(tokenizer=larger, eos_token_ids=(END,))
     assert backend.get_vocab_size() > model.config.vocab_size

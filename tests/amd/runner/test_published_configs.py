@@ -186,6 +186,10 @@ def config_of(model: str) -> dict[str, Any]:
         ("deepseek-v3", {"routed_scaling_factor": None}, "does not say routed_scaling_factor; the file is not comp"),
         ("deepseek-v3", {"n_group": None}, "does not say n_group; the file is not complete"),
         ("deepseek-v3", {"topk_group": None}, "does not say topk_group; the file is not complete"),
+        # transformers refuses these nulls, and the value of an absent field is not meant.
+        ("nemotron_h", {"layer_norm_epsilon": None}, "does not say rms_norm_eps; the file is not complete"),
+        ("qwen3", {"rms_norm_eps": None}, "does not say rms_norm_eps; the file is not complete"),
+        ("gpt-oss-20b", {"swiglu_limit": None}, "does not say swiglu_limit; the file is not complete"),
         ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
         ("gpt-oss-20b", {"num_local_experts": 3}, "4 of 3 experts"),
         (

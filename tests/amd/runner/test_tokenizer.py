@@ -364,6 +364,13 @@ def test_tokens_that_tokenizer_json_lacks_are_added_as_in_transformers(
     assert ("<later>" in ours.decode(ours.encode(text))) == ('"special": false' in written)
 
 
+def test_a_tokenizer_that_splits_special_tokens_is_refused(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"split_special_tokens": true}')
+    with pytest.raises(BadModel, match=r"split_special_tokens is true, by which .* set it to false"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("where", [{"eos_token": "qui"}, {"added_tokens_decoder": {"{}": {"content": "qui"}}}], ids=str)
 def test_an_entry_of_the_vocabulary_may_be_a_special_token_by_that_file_alone(
     where: dict[str, Any], trained: tokenizers.Tokenizer, tmp_path: Path

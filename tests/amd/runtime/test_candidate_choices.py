@@ -17,7 +17,7 @@ from rocm_attn.problem import Indexer, PoolKind, Problem
 from rocm_attn.step.step import Part
 from tests.amd.kernels.sparse_cases import candidates_of
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.world import Request, Rows, World, is_right
+from tests.amd.worlds.world import SELECTING, Request, Rows, World, is_right
 
 INDEXING = Indexing(0.25, top=3, last_unit=LastUnit.LEFT_OUT, candidate_blocks=2, block_keys=4)
 LAYER = Problem(4, 1, 16, torch.float32, 8, pool=PoolKind.LATENT, indexer=Indexer(2, 16, INDEXING))
@@ -34,7 +34,7 @@ class Choosing(World):
 
     @classmethod
     def of(cls, device: torch.device, provider: str, **more: Any) -> Choosing:
-        return cls.selecting([LAYER, LAYER, NOTHING_LEFT], device, provider, **more)
+        return cls.build([LAYER, LAYER, NOTHING_LEFT], device, provider, **{**SELECTING, **more})
 
     def _attend(self, step: Part, rows_of_layers: Sequence[Rows]) -> None:
         at, calls = step.tokens, step.layers

@@ -45,7 +45,7 @@ def in_chunks(*chunks: int) -> Way:
 
 def beside_others(teller: Teller, story: Story) -> Told:
     """Serves it in mixed batches: after a longer story, before a shorter one; decoding while others extend."""
-    others = [teller.begin(Story.random(teller.problem, 300, seed)) for seed in (11, 12, 13)]
+    others = [teller.begin(Story.random(teller.problems[0], 300, seed)) for seed in (11, 12, 13)]
     teller.serve([(others[0], 130), (others[1], 3)])
     reported = teller.begin(story)
     teller.serve([(others[0], 1), (reported, 90), (others[2], 17)])
@@ -58,7 +58,7 @@ def beside_others(teller: Teller, story: Story) -> Told:
 
 def in_scattered_pages(teller: Teller, story: Story) -> Told:
     """Serves it in pages that others held, in another order, with their numbers in them."""
-    others = [teller.begin(Story.random(teller.problem, 120, seed)) for seed in (21, 22, 23)]
+    others = [teller.begin(Story.random(teller.problems[0], 120, seed)) for seed in (21, 22, 23)]
     for chunk in (7, 40, 22, 31):
         teller.serve([(other, chunk) for other in others])
     teller.free(others[1])
@@ -78,7 +78,7 @@ def over_a_cached_prefix(teller: Teller, story: Story) -> Told:
 
 def in_halves(teller: Teller, story: Story) -> Told:
     """Serves it in steps that are split in two: as part of the first half, then of the second."""
-    others = [teller.begin(Story.random(teller.problem, 200, seed)) for seed in (31, 32)]
+    others = [teller.begin(Story.random(teller.problems[0], 200, seed)) for seed in (31, 32)]
     reported = teller.begin(story)
     teller.serve([(reported, 100), (others[0], 30), (others[1], 60)], halves=True)
     teller.serve([(others[0], 70), (others[1], 2), (reported, 49)], halves=True)

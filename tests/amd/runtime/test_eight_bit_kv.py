@@ -28,8 +28,8 @@ def given(scales: Scales) -> KVScales:
 
 def serve(serving: World) -> None:
     """Requests that begin, go on in chunks, decode, and leave, with pads."""
-    if serving.problem.kv_scales is not Scales.TOKEN:
-        serving.runtime.set_kv_scales(0, given(serving.problem.kv_scales))
+    if serving.problems[0].kv_scales is not Scales.TOKEN:
+        serving.runtime.set_kv_scales(0, given(serving.problems[0].kv_scales))
     requests = serving.begun(9, 1, 4)
     serving.step(requests, [3, 1, 7])
     for pad_to in (None, 8):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.batch.mask import random_mask
 from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable, RowNorm
 from rocm_attn.machine.target import detect_target
@@ -19,7 +20,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from tests.amd.worlds.problems import providers, small_problem
 from tests.amd.worlds.rotating import LAYER as ROTATED
-from tests.amd.worlds.rotating import Rotating
+from tests.amd.worlds.rotating import MAX_KV_LEN, Rotating
 from tests.amd.worlds.world import World
 
 CPU = torch.device("cpu")
@@ -44,22 +45,18 @@ def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, 
 
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, under the interpreter
-def test_a_token_beyond_the_table_is_reported_and_harms_no_other_request(provider: str, device: torch.device) -> None:
-    serving = Rotating.one_layer(device, problem=ROTATED, graphs=False, provider=provider)
-    table = serving.work.rope
-    assert table is not None
-    short = QkvWork(RopeTable(table.cos_sin[:6].contiguous(), table.pairs, table.at_end), *norms_of(serving.work))
-    long, other = serving.begun(6, 3)
-    serving.work = short
-    serving.runner.run(serving.batch([long], [1]))
-    serving.work = QkvWork(table, *norms_of(short))
-    with pytest.raises(DeviceFault, match="a RopeTable that is shorter than the sequence"):
+def test_a_position_beyond_the_table_is_reported_and_harms_no_other_request(
+    provider: str, device: torch.device
+) -> None:
+    masked = replace(ROTATED, custom_mask=True)
+    serving = Rotating.one_layer(device, problem=masked, graphs=False, provider=provider)
+    lost, other = serving.begun(6, 3)
+    batch = serving.batch([lost], [1])
+    mask = random_mask(batch.kv_len, batch.q_len, torch.Generator(device))
+    serving.runner.run(replace(batch, mask=replace(mask, positions=mask.positions + MAX_KV_LEN)))
+    with pytest.raises(DeviceFault, match="a position that its RopeTable does not have"):
         serving.runtime.check_device()
     serving.step([other], [2])
-
-
-def norms_of(work: QkvWork) -> tuple[RowNorm | None, RowNorm | None, RowNorm | None]:
-    return work.q_norm, work.k_norm, work.v_norm
 
 
 def test_tails_of_pages_are_zeroed_for_kernels_that_multiply_them(device: torch.device) -> None:
@@ -108,7 +105,11 @@ def norm(dim: int) -> RowNorm:
         (LATENT, QkvWork(rope(8)), "rope rotates the first elements of a latent layer's rows.*at_end=True"),
         (LATENT, QkvWork(v_norm=norm(64)), "v_norm was given for a latent layer, whose V is part of K"),
         (LATENT, QkvWork(rope(8, at_end=True), norm(64)), "q_norm has 64 weights; rows of q have 72 elements"),
-        (small_problem(), QkvWork(RopeTable(torch.zeros(0, 8))), "rope has no positions; make its table"),
+        (
+            small_problem(),
+            QkvWork(RopeTable(torch.zeros(15, 8))),
+            "rope has 15 positions, and sequences may have 16 tokens",
+        ),
         (small_problem(), None, "work is a NoneType; it must be of type QkvWork"),
         (small_problem(), QkvWork(torch.zeros(16, 8)), "rope is a Tensor; it must be of type RopeTable"),  # type: ignore[arg-type]
         (small_problem(), QkvWork(k_norm=torch.zeros(16)), "k_norm is a Tensor; it must be of type RowNorm"),  # type: ignore[arg-type]
@@ -148,6 +149,7 @@ def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: 
         (lambda s, x: s.finish(0, x(6, 16), gate=x(6, 16).int()), "gate is torch.int32; it must be floating point"),
         (lambda s, x: s.finish(0, x(6, 16), gate=x(16, 6).mT), "gate has stride"),
         (lambda s, x: s.finish(0, x(6, 16), undo=rope(32)), "undo rotates 32 elements; rows have 16"),
+        (lambda s, x: s.finish(0, x(6, 16), undo=RopeTable(torch.zeros(15, 8))), "undo has 15 positions, and"),
         (lambda s, x: s.finish(0, x(6, 16), undo=x(6, 16)), "undo is a Tensor; it must be of type RopeTable"),
     ],
 )

@@ -20,7 +20,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.tolerances import assert_attention_close
 from tests.amd.worlds.problems import indexer, latent_layer, layer, record_layer
-from tests.amd.worlds.world import World
+from tests.amd.worlds.world import World, selecting
 
 TOKENS = Indexing(0.25, top=5)
 BLOCKS = Indexing(0.25, top=3, unit_keys=4, first=1, last=1)
@@ -50,19 +50,19 @@ def serve(world: World) -> None:
 @pytest.mark.fast(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_attend_to_what_is_chosen(kind: str, graphs: bool, device: torch.device) -> None:
-    serve(World.selecting(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
+    serve(selecting(short(KINDS[kind]), device, graphs=graphs, capture_tokens=(16,)))
 
 
 @pytest.mark.fast(interpreted=0)
 def test_every_provider_attends_to_what_is_chosen(provider: str, device: torch.device) -> None:
     """The case is cut to a size that an interpreter runs in seconds."""
-    world = World.selecting(short(BLOCKS)[:2], device, provider, graphs=True, max_kv_len=16, max_tokens=12)
+    world = selecting(short(BLOCKS)[:2], device, provider, graphs=True, max_kv_len=16, max_tokens=12)
     (request,) = world.begun(9)
     world.step([request], [1])
 
 
 def test_latents_are_attended_by_selections(device: torch.device) -> None:
-    serve(World.selecting([latent_layer(indexer(TOKENS)), latent_layer(EarlierSelection(TOKENS))], device, graphs=True))
+    serve(selecting([latent_layer(indexer(TOKENS)), latent_layer(EarlierSelection(TOKENS))], device, graphs=True))
 
 
 @pytest.mark.fast(interpreted=0)
@@ -78,7 +78,7 @@ def test_records_are_stored_and_attended_by_selections(
         for each in (indexer(TOKENS), EarlierSelection(TOKENS), ALL_KEYS)
     ]
     layers.append(replace(layers[2], window_left=3, has_sinks=True))
-    world = World.selecting(layers, device, provider, graphs=True, max_kv_len=16, max_tokens=12)
+    world = selecting(layers, device, provider, graphs=True, max_kv_len=16, max_tokens=12)
     (request,) = world.begun(9)
     world.step([request], [1])
 
@@ -86,7 +86,7 @@ def test_records_are_stored_and_attended_by_selections(
 @every_record
 def test_requests_over_records_are_served_in_any_order(scales: Scales, device: torch.device) -> None:
     layers = [record_layer(each, scales=scales) for each in (indexer(TOKENS), EarlierSelection(TOKENS))]
-    serve(World.selecting(layers, device, graphs=True))
+    serve(selecting(layers, device, graphs=True))
 
 
 @pytest.mark.fast(interpreted=0)
@@ -104,7 +104,7 @@ def test_torch_serves_records_in_every_mode(more: dict[str, Any], device: torch.
 @every_record
 def test_fresh_graphs_over_records_are_checked_over_random_rows(scales: Scales, device: torch.device) -> None:
     """Random bytes would be records of NaN and of numbers of any size."""
-    world = World.selecting([record_layer(indexer(TOKENS), scales=scales)], device)
+    world = selecting([record_layer(indexer(TOKENS), scales=scales)], device)
     with ProbeRequests(world.runtime, vocabulary=9, seed=0) as requests:
         batch = requests.admit([9, 30], [1, 1])
         pages = [page for row in batch.rows.tolist() for page in world.runtime.table.pages_of(row, Space.FULL)]
@@ -114,7 +114,7 @@ def test_fresh_graphs_over_records_are_checked_over_random_rows(scales: Scales, 
 
 
 def test_rope_of_records_turns_what_follows_v_and_nothing_else(device: torch.device) -> None:
-    world = World.selecting([record_layer(indexer(TOKENS))], device)
+    world = selecting([record_layer(indexer(TOKENS))], device)
     request, requested = world.admit(), world.rows[0]
     world.draw(4)
     step = world.runtime.step(world.batch([request], [4])).parts[0]
@@ -181,9 +181,7 @@ def test_a_selection_of_all_keys_gives_the_bits_of_deterministic_mode(
 ) -> None:
     """A prompt, a chunk over it and a decode step."""
     use_matrix_unit(monkeypatch)
-    world = World.selecting(
-        [problem], device, provider, deterministic=provider == "triton", max_kv_len=48, max_tokens=48
-    )
+    world = selecting([problem], device, provider, deterministic=provider == "triton", max_kv_len=48, max_tokens=48)
     all_keys_by_both(world, [33], [5], [1])
 
 
@@ -211,13 +209,13 @@ OF_MODELS = {
 def test_it_does_on_a_gpu_by_the_tiles_of_models(problem: Problem, device: torch.device) -> None:
     """Contexts are longer than a segment, and sequences share steps."""
     sizes = {"num_pages": 100, "max_kv_len": 3072, "max_tokens": 3072}
-    world = World.selecting([problem], device, "triton", deterministic=True, **sizes)
+    world = selecting([problem], device, "triton", deterministic=True, **sizes)
     all_keys_by_both(world, [2300, 500], [400, 77], [1, 1], [9, 1], [1, 1])
 
 
 def all_keys_by_both(world: World, *steps: list[int]) -> None:
     """Checks steps with these new tokens: a layer that selects all keys gives what attention to all keys gives."""
-    problem, device = world.problem, world.runtime.device
+    problem, device = world.problems[0], world.runtime.device
     world.runtime.head_weights.set(0, HeadWeights.random(problem, torch.Generator().manual_seed(0)).to(device))
     requests, requested = world.admit_all(len(steps[0])), world.rows[0]
     for q_len in steps:
@@ -241,7 +239,7 @@ def all_keys_by_both(world: World, *steps: list[int]) -> None:
 
 def test_requests_that_share_pages_share_their_index_keys(device: torch.device) -> None:
     """A fork copies a page that is partly filled, including its index keys."""
-    world = World.selecting(short(TOKENS), device)
+    world = selecting(short(TOKENS), device)
     (first,) = world.begun(10)
     second = world.fork(first, 10)
     world.step([first, second], [1, 1])
@@ -249,7 +247,7 @@ def test_requests_that_share_pages_share_their_index_keys(device: torch.device) 
 
 
 def test_a_step_that_stored_no_index_keys_has_not_stored(device: torch.device) -> None:
-    world = World.selecting([layer(indexer(TOKENS))], device)
+    world = selecting([layer(indexer(TOKENS))], device)
     request, requested = world.admit(), world.rows[0]
     world.draw(6)
     step = world.runtime.step(world.batch([request], [6])).parts[0]
@@ -264,7 +262,7 @@ def test_a_step_that_stored_no_index_keys_has_not_stored(device: torch.device) -
 
 
 def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:
-    world = World.selecting(short(TOKENS), device)
+    world = selecting(short(TOKENS), device)
     request, requested = world.admit(), world.rows[0]
     world.draw(4)
     step = world.runtime.step(world.batch([request], [4])).parts[0]
@@ -327,9 +325,9 @@ def test_indexers_that_cannot_be_are_refused(make: object, says: str) -> None:
 
 def test_a_selection_that_no_earlier_layer_makes_is_refused(device: torch.device) -> None:
     with pytest.raises(BadProblem, match="no layer before it has an Indexer"):
-        World.selecting([layer(EarlierSelection(TOKENS)), layer(indexer(TOKENS))], device)
+        selecting([layer(EarlierSelection(TOKENS)), layer(indexer(TOKENS))], device)
     with pytest.raises(BadProblem, match="give both the same"):
-        World.selecting([layer(indexer(TOKENS)), layer(EarlierSelection(BLOCKS))], device)
+        selecting([layer(indexer(TOKENS)), layer(EarlierSelection(BLOCKS))], device)
 
 
 def test_a_layer_that_no_kernel_selects_for_is_refused_with_reasons() -> None:
@@ -346,7 +344,7 @@ def test_a_layer_that_no_kernel_selects_for_is_refused_with_reasons() -> None:
 
 
 def test_what_pads_read_of_index_pages_is_watched(device: torch.device) -> None:
-    world = World.selecting([layer(indexer(TOKENS))], device)
+    world = selecting([layer(indexer(TOKENS))], device)
     world.begun(5)
     world.runtime.check_device()
     world.runtime.pool.index(0).k[0, 1] = 1.0
@@ -356,7 +354,7 @@ def test_what_pads_read_of_index_pages_is_watched(device: torch.device) -> None:
 
 def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: torch.device) -> None:
     """Places outside of a sequence give no key, harm nothing, and are reported with their step."""
-    world = World.selecting([layer(indexer(TOKENS))], device)
+    world = selecting([layer(indexer(TOKENS))], device)
     request, requested = world.admit(), world.rows[0]
     world.run([request], [6])
 

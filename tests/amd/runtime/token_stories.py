@@ -79,7 +79,7 @@ class Teller(World):
         self._turns = turns
         self.run(told, q_len, pad_to, halves=halves)
         real = torch.from_numpy(self.places[: sum(q_len)]).to(self.runtime.device)
-        results = (torch.split(side[real], q_len) for side in (self.out, self.lse))
+        results = (torch.split(side[real], q_len) for side in (self.rows[0].out, self.rows[0].lse))
         for each, out, lse in zip(told, *results, strict=True):
             each.add(out, lse)
 

@@ -87,6 +87,14 @@ def test_a_client_that_leaves_in_its_body_is_forgotten(loaded: LoadedModel) -> N
         assert send(server, "GET", "/health").status == 200
 
 
+def test_an_answer_that_is_whole_is_not_kept_for_a_client_that_takes_nothing(loaded: LoadedModel) -> None:
+    with running(engine(loaded), write_seconds=0.2) as server, slow_reader(server, stream=False):
+        while not ended(server):  # it has come, and is computed
+            pass
+        server.wait_until(lambda: not len(server.server.server_state.connections))
+        assert server.holds_nothing()
+
+
 def test_a_client_that_takes_nothing_counts_as_gone(loaded: LoadedModel) -> None:
     """Its connection accepts little data, so that the answer fills it; the kernel ends it after write_seconds."""
     served = engine(loaded)
@@ -127,13 +135,13 @@ async def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole(
     assert counts.disconnects == 1
 
 
-def slow_reader(server: Running, num_choices: int = 16) -> socket.socket:
+def slow_reader(server: Running, num_choices: int = 16, *, stream: bool = True) -> socket.socket:
     """A client that reads nothing, over a connection with small buffers."""
     server.between_loops(lambda: server.shrink_buffers(4096))
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect(server.address)
-    slow.sendall(as_bytes(requested(n=num_choices, stream=True, logprobs=20, **LONG)))
+    slow.sendall(as_bytes(requested(n=num_choices, stream=stream, logprobs=20, **LONG)))
     return slow
 
 

@@ -32,19 +32,33 @@ def write(folder: Path, fields: dict[str, Any]) -> Path:
 
 
 def test_the_models_file_gives_the_defaults(tmp_path: Path) -> None:
-    assert defaults_from("auto", str(tmp_path)) == OPENAI_DEFAULTS
+    assert defaults_from("auto", str(tmp_path), print) == OPENAI_DEFAULTS
     file = write(tmp_path, {**FIELDS, "eos_token_id": 2, "do_sample": True, "max_new_tokens": 5})
-    assert defaults_from("auto", str(tmp_path)) == OF_MODEL
-    assert defaults_from("none", str(tmp_path)) == OPENAI_DEFAULTS
+    assert defaults_from("auto", str(tmp_path), print) == OF_MODEL
+    assert defaults_from("none", str(tmp_path), print) == OPENAI_DEFAULTS
     for place in (tmp_path, file):
-        assert defaults_from(str(place), "no model there") == OF_MODEL
+        assert defaults_from(str(place), "no model there", print) == OF_MODEL
     write(
         tmp_path,
         {"temperature": 0, "top_k": -1, "top_p": None, "begin_suppress_tokens": [], "forced_bos_token_id": None},
     )
-    assert defaults_from("auto", str(tmp_path)) == Sampling(temperature=0.0)
+    assert defaults_from("auto", str(tmp_path), print) == Sampling(temperature=0.0)
     write(tmp_path, {"top_k": 50})
-    assert defaults_from("auto", str(tmp_path)) == Sampling(temperature=1.0, top_k=50)
+    assert defaults_from("auto", str(tmp_path), print) == Sampling(temperature=1.0, top_k=50)
+
+
+def test_what_the_file_sets_and_the_server_does_not_read_is_announced(tmp_path: Path) -> None:
+    lines = list[str]()
+    unheard = {"do_sample": True, "eos_token_id": 2, "output_scores": False, "num_beams": None, "temperature": 0.6}
+    write(tmp_path, unheard)
+    defaults_from("auto", str(tmp_path), lines.append)
+    assert lines == []
+    file = write(tmp_path, {**unheard, "do_sample": False, "stop_strings": ["END"]})
+    defaults_from("auto", str(tmp_path), lines.append)
+    assert lines == [
+        f"{file} sets do_sample False, stop_strings ['END'], which the server does not read; requests give "
+        "temperature, stop and max_tokens themselves"
+    ]
 
 
 def test_tokens_that_the_models_file_suppresses_are_in_no_answer(server: Running, tmp_path: Path) -> None:
@@ -57,7 +71,7 @@ def test_tokens_that_the_models_file_suppresses_are_in_no_answer(server: Running
     before = words(server)
     tokens = [int(word[1:]) for word in before]
     write(tmp_path, {"suppress_tokens": [*tokens, *tokens, 2**20]})  # the last one is beyond the vocabulary
-    with running(engine(word_model()), defaults=defaults_from("auto", str(tmp_path))) as served:
+    with running(engine(word_model()), defaults=defaults_from("auto", str(tmp_path), print)) as served:
         after = words(served)
         assert len(after) > len(after & before) == 0
         assert words(served, logit_bias={tokens[0]: 100}) == {f"w{tokens[0]}"}
@@ -85,9 +99,9 @@ def test_a_file_that_cannot_be_used_is_refused_before_the_server_begins(
 ) -> None:
     write(tmp_path, fields)
     with pytest.raises(BadModel, match=says):
-        defaults_from("auto", str(tmp_path))
+        defaults_from("auto", str(tmp_path), print)
     with pytest.raises(BadSetting, match="generation_config is nowhere, and there is no file nowhere"):
-        defaults_from("nowhere", str(tmp_path))
+        defaults_from("nowhere", str(tmp_path), print)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Long texts, counted in pieces, and bodies of many items: refused if they cannot fit, before anything is read."""
 
-from __future__ import annotations
-
 import os
 import threading
 import weakref

@@ -39,7 +39,7 @@ class DraftWorld(World):
         requests = self.admit_all(len(lengths))
         for request, length in zip(requests, lengths, strict=True):
             with self.runtime.step(self.batch([request], [length])) as step:
-                q, k, v = self.qkv(self.problem, step.parts[0])
+                q, k, v = self.qkv(self.problems[0], step.parts[0])
                 step.parts[0].layers.store_and_attend(0, q, k, v, torch.empty_like(q))
             self.remember(0, [request], [length], k, v)
         return requests

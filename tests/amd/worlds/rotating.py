@@ -28,8 +28,8 @@ class Rotating(World):
         rope = random_rope(8, MAX_KV_LEN, RopePairs.NEIGHBOURS, at_end=True, device=device)
         self.work = QkvWork(rope, *(random_norm(dim, 1.0, torch.float32, device) for dim in (16, 16, 24)))
         self.undo = random_rope(16, MAX_KV_LEN, RopePairs.HALVES, at_end=True, device=device)
-        self.gate = torch.randn(self.out.shape[:2], generator=torch.Generator().manual_seed(1)).to(device)
-        self.q_out, self.finished = torch.full_like(self.q, NAN), torch.full_like(self.out, NAN)
+        self.gate = torch.randn(self.rows[0].out.shape[:2], generator=torch.Generator().manual_seed(1)).to(device)
+        self.q_out, self.finished = torch.full_like(self.rows[0].q, NAN), torch.full_like(self.rows[0].out, NAN)
 
     def run_batch(
         self,
@@ -50,17 +50,19 @@ class Rotating(World):
             request.v[0][where] = normalised(v, self.work.v_norm).float()
         real = torch.from_numpy(self.places[: sum(q_len)]).to(self.runtime.device)
         self._positions = torch.cat([torch.zeros(0, dtype=torch.int64), *positions]).to(self.runtime.device)
-        self.q[real] = turned(normalised(self.q[real], self.work.q_norm), self._positions, self.work.rope).float()
+        self.rows[0].q[real] = turned(
+            normalised(self.rows[0].q[real], self.work.q_norm), self._positions, self.work.rope
+        ).float()
 
     def check_step(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:
         """Outputs are gated and rotated back, too; padded ones are zero."""
         super().check_step(requests, q_len)
         used = torch.from_numpy(self.places).to(self.runtime.device)
         real, pads = used[: sum(q_len)], used[sum(q_len) :]
-        want = turned(self.out[real].double(), self._positions, self.undo, back=True)
+        want = turned(self.rows[0].out[real].double(), self._positions, self.undo, back=True)
         want = want * self.gate[real].double().sigmoid()[..., None]
         torch.testing.assert_close(self.finished[real], want.float(), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(self.q_out[real], self.q[real], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(self.q_out[real], self.rows[0].q[real], rtol=1e-4, atol=1e-5)
         assert not self.finished[pads].any()
 
     def forward(self, step: Part) -> Tensor:

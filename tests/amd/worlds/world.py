@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -137,7 +138,7 @@ class World:
     padded rows, and in outputs before each step. poisons: eager steps write NaN to all pages that no row holds by then
 
     largest_error: of all outputs that were checked
-    rows:          of the last step, by layer. q, k, v, out and lse are those of the first layer
+    rows:          of the last step, by layer
     places:        of the last step's tokens among the padded ones, the real tokens' first
     """
 
@@ -207,32 +208,8 @@ class World:
         problems = [problem if problem is not None else small_problem()]
         return cls.build(problems, device, provider, guards=guards, graphs=graphs, **given)
 
-    @classmethod
-    def selecting(
-        cls: type[W], problems: Sequence[Problem], device: torch.device, provider: str = "torch", **more: Any
-    ) -> W:
-        """Builds a world of layers that select keys."""
-        sizes = {"num_pages": 96, "max_num_seqs": 4, "max_num_rows": 8, "capture_sizes": (4,), "max_tokens": 64}
-        return cls.build(problems, device, provider, **{**sizes, **more})
-
-    @property
-    def problem(self) -> Problem:
-        return self.problems[0]
-
-    @property
-    def q(self) -> Tensor:
-        return self.rows[0].q
-
-    @property
-    def out(self) -> Tensor:
-        return self.rows[0].out
-
-    @property
-    def lse(self) -> Tensor:
-        return self.rows[0].lse
-
     def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.runtime.device, self.problem.dtype)
+        return torch.randn(*shape, generator=self.generator).to(self.runtime.device, self.problems[0].dtype)
 
     def _whole(self, like: Tensor, most: int) -> Tensor:
         """Whole numbers: scores of an indexer are exact then, and no rounding decides which units are chosen."""
@@ -339,7 +316,7 @@ class World:
         padding = self.runtime.padding
         shape = (padding.split_shape if halves else padding.shape)(batch, padded_to(pad_to))
         self.places, self._masked = token_places(batch, shape), Masked()
-        if not self.graphs and len(self.places) > len(self.out):
+        if not self.graphs and len(self.places) > len(self.rows[0].out):
             self.rows = [Rows.of(problem, len(self.places), self.runtime.device) for problem in self.problems]
         real = torch.from_numpy(self.places[: sum(q_len)]).to(self.runtime.device)
         self._draw(self.rows, real)
@@ -549,6 +526,16 @@ def runtime_of(
         return build_runtime(problems, options, device=device, target=target, guards=guards)
     kinds = LayerKinds.of(problems, options.spaces(problems), selections)
     return AttentionRuntime(kinds, options, device=device, guards=guards or guards_from_settings())
+
+
+SELECTING: Mapping[str, Any] = MappingProxyType(
+    {"num_pages": 96, "max_num_seqs": 4, "max_num_rows": 8, "capture_sizes": (4,), "max_tokens": 64}
+)
+
+
+def selecting(problems: Sequence[Problem], device: torch.device, provider: str = "torch", **more: Any) -> World:
+    """Returns a world of layers that select keys."""
+    return World.build(problems, device, provider, **{**SELECTING, **more})
 
 
 def free_pages(runtime: AttentionRuntime, space: Space) -> list[int]:

@@ -192,7 +192,7 @@ class ExtendTiles:
         return self.query_rows // self.heads_per_block(gqa_ratio)
 
     def tokens_of(self, blocks: int, num_q_heads: int) -> int:
-        """New tokens whose rows fill so many query blocks."""
+        """New tokens whose rows fill this number of query blocks."""
         return blocks * self.query_rows // num_q_heads
 
     def options(self) -> dict[str, int]:

@@ -154,6 +154,15 @@ def test_what_other_engines_would_do_is_not_left_out_in_silence(changing: dict[s
     assert (reply.status, reply.error["param"]) == (400, *changing)
 
 
+@pytest.mark.parametrize("name", ["input", "instructions"])
+def test_a_text_under_another_name_is_refused_in_words_that_fit_each_path(name: str, server: Running) -> None:
+    """A completion, which has no messages, was said to have its conversation there."""
+    reply = post(server, requested(**{name: "Be brief."}))
+    assert (
+        f"not served: {name}; a text goes into prompt of {COMPLETIONS}, a conversation into" in reply.error["message"]
+    )
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_field_that_is_not_served_says_why(path: str, server: Running) -> None:
     body = requested(max_tokens=1) if path == COMPLETIONS else {"model": NAME, "messages": USER, "max_tokens": 1}

@@ -63,6 +63,9 @@ SMALL_POOL_BYTES = 64 << 20
 # Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.
 LARGE_POOL_BYTES = 2 << 30
 
+# Tokens of the longest sequence of a runtime.
+MAX_KV_LEN = 4096
+
 # Mean rows of an expert: for each tuning choice.
 EXPERT_ROWS = (1, 16, 128, 256)
 
@@ -390,7 +393,7 @@ def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) 
             # One more than fit, so that a large pool is above the limit and not at it.
             num_pages=pool_bytes // page_bytes + 1,
             max_num_seqs=MANY_SEQS,
-            max_kv_len=4096,
+            max_kv_len=MAX_KV_LEN,
             provider="triton",
             deterministic=deterministic,
         ),
@@ -441,8 +444,8 @@ def _launch_row_work(runtime: AttentionRuntime, batch: StepBatch) -> None:
     step, problem = runtime.step(batch).parts[0], runtime.selections[0].problem
     q, k, v, out = ZeroInputs(CPU).of(problem, len(step.token_ids))
     dim, norm = problem.head_dim, RowNorm(q[0, 0], 1e-6, 1.0)
-    whole = RopeTable(torch.empty(KV_LEN, dim))
-    part = RopeTable(torch.empty(KV_LEN, min(dim, 32)), RopePairs.NEIGHBOURS, at_end=True)
+    whole = RopeTable(torch.empty(MAX_KV_LEN, dim))
+    part = RopeTable(torch.empty(MAX_KV_LEN, min(dim, 32)), RopePairs.NEIGHBOURS, at_end=True)
     step.layers.rope_and_store(0, q, k, v, q, QkvWork(whole, norm, norm))
     step.layers.rope_and_store(0, q, k, v, q, QkvWork(part, v_norm=RowNorm(v[0, 0], 1e-6)))
     step.layers.rope_queries(0, q, q, QkvWork(whole, norm))

@@ -96,7 +96,7 @@ def test_every_bit_of_the_error_word_is_reported_in_words_and_described() -> Non
 
 
 def test_a_step_in_anothers_place_is_reported_unless_its_lost_inputs_were() -> None:
-    check, words = EchoCheck(), memoryview(np.zeros(HEADER_WORDS, np.int32))
+    check, words = EchoCheck(), np.zeros(HEADER_WORDS, np.int32).data
     words[ECHO], words[ECHOED_STEP] = WRONG_STEP, 1
     with pytest.raises(DeviceFault, match="the device took step 0 for step 1"):
         check(words)

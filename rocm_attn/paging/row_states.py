@@ -78,7 +78,6 @@ class RowStates:
     def fork(self, row: int, child: int, kv_len: int) -> None:
         """Copies the state of a row after kv_len tokens to the row that shares them."""
         if not self.is_empty and kv_len > 0:
-            self._headers[child] = _NOTHING
             serve, lost = _serve(self._headers[row], np.int32(kv_len)), self._are_lost(row)
             if serve.any():
                 self._headers[child, 0] = -1, kv_len if (serve & ~lost).any() else _ANYTHING[1], kv_len

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.capture.check import NO_CHECK, CaptureCheck, rows_beyond_bounds
+from rocm_attn.capture.check import NO_CHECK, CaptureCheck, bitwise_equal, rows_beyond_bounds
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.probe_requests import ProbeLimits
 from rocm_attn.capture.step_runner import StepRunner
@@ -239,6 +239,8 @@ def test_rows_beyond_the_bounds_are_found(provider: str) -> None:
     gap = rows.clone()
     gap[3] = float("nan")
     assert rows_beyond_bounds(gap, gap.clone()) == []
+    assert bitwise_equal(gap, gap.clone())
+    assert not bitwise_equal(gap, rows)
     assert rows_beyond_bounds(rows, gap) == [3]
     assert rows_beyond_bounds(rows[:, 0], rows[:, 0] + torch.arange(5)) == [1, 2, 3, 4]
     assert rows_beyond_bounds(torch.arange(4), torch.tensor([0, 1, 5, 3])) != []

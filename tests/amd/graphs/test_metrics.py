@@ -131,6 +131,7 @@ def test_pages_are_in_use_while_rows_hold_them() -> None:
     assert min(used) > 0
     requests.free()
     assert (runner.counters.pages_in_use, runner.counters.swa_pages_in_use) == (0, 0)
+    assert Tiny.build(CPU, "torch", [2]).runner(graphs=False).counters.swa_pages_in_use == 0, "there are none"
 
 
 def test_a_fault_is_counted_once_wherever_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,10 @@ def test_a_windows_space_takes_the_tokens_that_are_still_seen(
     story = Story(here, device)
     stayed, new_row = story.prefill(target, 29), moved(source, row, 29, target)
     assert target.table.num_held(new_row, Space.SWA) < target.table.num_held(new_row)
+    pages = {space: target.table.pages_of(new_row, space).tolist() for space in (Space.FULL, Space.SWA)}
+    pages[Space.SWA][:-1] = [0] * (len(pages[Space.SWA]) - 1)
+    with unchanged(target), pytest.raises(BadBatch, match="layer 0 sees tokens from 23 on"):
+        KVImporter(target, exporter.passport).import_pages(pages, extent, of_row(source, row, 29)[2])
     assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
 
 

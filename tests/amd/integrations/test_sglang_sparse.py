@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rocm_attn.errors import BadTensor, Unsupported, WrongState
+from rocm_attn.integrations.sglang import indexers
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
 from rocm_attn.integrations.sglang.indexers import project
 from rocm_attn.kernels.cache.page_format import Encoding
@@ -363,3 +364,10 @@ def test_a_choice_that_no_layer_makes_is_refused(provider: str, device: torch.de
     del block.indexer
     with pytest.raises(Unsupported, match="attends to keys that an earlier layer"):
         AttentionHooks(engine.runner, engine.serving)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_are_in_the_dtype_of_the_layers_input(dtype: torch.dtype) -> None:
+    """SGLang keeps their weights in bfloat16."""
+    project_gates, x = Linear(HIDDEN, HEADS, bias=False).bfloat16(), torch.ones(3, HIDDEN, dtype=dtype)
+    assert torch.equal(indexers._gates(project_gates, x), nn.functional.linear(x, project_gates.weight.to(dtype)))

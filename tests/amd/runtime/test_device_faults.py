@@ -15,9 +15,17 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
-from rocm_attn.kernels.metadata.slot_layout import WRONG_STEP
+from rocm_attn.kernels.metadata.slot_layout import (
+    ECHO,
+    ECHOED_STEP,
+    HEADER_WORDS,
+    NO_ECHO,
+    STEP,
+    STEP_BEFORE,
+    WRONG_STEP,
+)
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.echo import fault_of
+from rocm_attn.step.echo import EchoCheck, fault_of
 from tests.amd.runtime.interrupts import OutOfMemory, interrupted_at
 from tests.amd.worlds.problems import providers
 from tests.amd.worlds.two_rows import decode_of_both, run_split, run_whole, runtime_of_two_rows
@@ -85,6 +93,18 @@ def test_every_bit_of_the_error_word_is_reported_in_words_and_described() -> Non
     assert not [words for words in reported if "the error word is" in words]
     table = (Path(__file__).parents[3] / "docs" / "faults.md").read_text()
     assert [name for name in bits if f"| `{name}` |" not in table] == []
+
+
+def test_a_step_in_anothers_place_is_reported_unless_its_lost_inputs_were() -> None:
+    check, words = EchoCheck(), np.zeros(HEADER_WORDS, np.int32).data
+    words[ECHO], words[ECHOED_STEP] = WRONG_STEP, 1
+    with pytest.raises(DeviceFault, match="the device took step 0 for step 1"):
+        check(words)
+    words[ECHO], words[STEP] = NO_ECHO, 7
+    with pytest.raises(DeviceFault, match="the inputs of step 7 never reached the device"):
+        check(words)
+    words[ECHO], words[STEP_BEFORE] = WRONG_STEP, 7
+    check(words)
 
 
 def test_a_fault_of_a_step_in_other_buffers_is_reported_too(provider: str, device: torch.device) -> None:

@@ -304,6 +304,10 @@ def test_what_a_step_stores_again_is_stored_for_no_row_that_is_forked_meanwhile(
         before = runtime.table.fork(row, 8)
         assert runtime.table.tokens.stored_len[before] == 8, "the step has stored nothing yet"
         runtime.table.free(before)
+    runtime.table.reserve(row, 9)
+    with runtime.step(StepBatch([row], [9], [1])) as step:
+        runtime.table.free(runtime.table.fork(row, 8))
+        step.parts[0].layers.store(0, padded[:1], padded[:1])  # after all that the fork reads
     with runtime.step(StepBatch([row], [8], [1])) as step:
         padded = torch.ones(len(step.parts[0].token_ids), 2, 16)
         step.parts[0].layers.store(0, padded, padded)

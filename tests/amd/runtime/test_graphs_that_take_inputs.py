@@ -114,6 +114,8 @@ def test_steps_whose_graph_takes_their_inputs_leave_what_others_leave(
         served.step()
     assert ran == [True] * 4
     left = _left(served)
+    counters = served.runner.counters
+    assert counters.real_seqs == counters.steps * len(served.rows)
     other = Going()
     ran.clear()
     monkeypatch.setattr(other.runner, "_input_plans", {})

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.mask import StepMask, TreeMask, kv_positions
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.machine.target import known_target
@@ -33,6 +34,16 @@ def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, d
     siblings = torch.cat([torch.ones(8, 10, dtype=torch.bool), torch.eye(8, dtype=torch.bool)], 1)
     at_the_trunk = torch.full((8,), 10, dtype=torch.int32, device=device)
     world.step([trunk], [8], visible=[siblings], positions=at_the_trunk)
+
+
+def test_a_masked_step_of_single_tokens_never_has_the_plan_of_a_decode(provider: str, device: torch.device) -> None:
+    """Plans are kept by the sizes of steps, and a decode's kernels look at no mask."""
+    world = World.build([MASKED], device, provider, capture_sizes=(2,))
+    plain = world.batch(world.begun(9, 9), [1, 1])
+    bits, positions = torch.zeros(9, dtype=torch.uint8), torch.full((2,), 9, dtype=torch.int32)
+    masked = replace(plain, mask=StepMask(bits.to(device), positions.to(device)))
+    kinds = [world.runtime.plan(batch).shape.kind for batch in (plain, masked, plain)]
+    assert kinds == [StepKind.DECODE, StepKind.MASKED, StepKind.DECODE]
 
 
 def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
@@ -52,6 +53,7 @@ def test_rows_of_one_element_may_have_any_stride(provider: str, device: torch.de
         PaddedShape(StepKind.MIXED, 3, 6, 2),
         PaddedShape(StepKind.DECODE, 3, 3, 3),
         PaddedShape(StepKind.VERIFY, 2, 4, 2),
+        PaddedShape(StepKind.DECODE, 2, 6, 3, Drafts(1, 2)),
     ],
 )
 def test_a_shape_whose_parts_have_no_size_is_refused(shape: PaddedShape, device: torch.device) -> None:

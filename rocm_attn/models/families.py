@@ -171,7 +171,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     return geometry.not_causal()
 
 
-# Of most classes; a null overrides it.
+# The default of most classes; a null overrides it.
 _DEFAULTS = {"rms_norm_eps": 1e-6}
 # Models whose use_bidirectional_attention means the prompt's beginning alone.
 _WITH_A_PREFIX = ("PaliGemmaForConditionalGeneration",)

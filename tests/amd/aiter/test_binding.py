@@ -166,7 +166,7 @@ def test_a_drifted_kernel_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch)
     serving = world(plain_problem(16, dims=(128, 128)))
     selection = serving.runtime.selections[0]
     assert selection.kernels[StepKind.EXTEND].entry.name == "aiter.unified_attention"
-    assert any("takes no kv_last_page_lens" in line for line in selection.lines())
+    assert any("takes no kv_last_page_lens" in line for line in selection.refusal_lines())
 
 
 def test_aiter_asked_for_by_name_and_not_installed_is_refused_with_every_reason() -> None:

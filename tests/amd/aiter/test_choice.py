@@ -100,7 +100,7 @@ def test_a_pool_beyond_a_kernels_offsets_takes_another_kernel(kernel: str, kind:
     for pages, expected in ((num_pages - 1, kernel), (num_pages, "aiter.unified_attention")):
         chosen = select(problem, GFX942, "aiter", pool=PoolSize(pages, 1024, 1))
         assert chosen.kernels[kind].entry.name == expected
-    assert any(f"not {kernel}: K or V of a layer takes {num_bytes} bytes" in line for line in chosen.lines())
+    assert any(f"not {kernel}: K or V of a layer takes {num_bytes} bytes" in line for line in chosen.refusal_lines())
 
 
 def test_a_workspace_beyond_the_budget_takes_another_kernel() -> None:
@@ -108,7 +108,7 @@ def test_a_workspace_beyond_the_budget_takes_another_kernel() -> None:
     for num_seqs, expected in ((64, "aiter.paged_attention_ragged"), (256, "aiter.unified_attention")):
         chosen = select(problem, GFX942, "aiter", pool=PoolSize(100, 1 << 17, num_seqs))
         assert chosen.kernels[StepKind.DECODE].entry.name == expected
-    assert any("its workspace for 256 sequences of 131072 tokens takes" in line for line in chosen.lines())
+    assert any("its workspace for 256 sequences of 131072 tokens takes" in line for line in chosen.refusal_lines())
 
 
 GFX950 = known_target("gfx950")

@@ -45,7 +45,8 @@ def kernels_of(rank: int, agree_with_others: bool) -> list[str]:
             target=GFX942,
             agree=among_all() if agree_with_others else alone,
         )
-        return runtime.selections[0].lines()
+        chosen = runtime.selections[0]
+        return [*chosen.lines(), *chosen.refusal_lines()]
 
 
 def graphs_of(rank: int) -> list[str]:

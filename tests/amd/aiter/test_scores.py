@@ -203,7 +203,7 @@ TOGETHER = [
 
 @pytest.mark.parametrize(("problem", "line"), TOGETHER)
 def test_scores_that_a_function_gets_wrong_together_are_refused_with_the_reason(problem: Problem, line: str) -> None:
-    assert line in select(problem, GFX942, "auto").lines()
+    assert line in select(problem, GFX942, "auto").refusal_lines()
 
 
 # unified_attention is the only AITER function for head_dim 64 over these pages.

@@ -40,7 +40,7 @@ def test_a_masked_step_of_single_tokens_never_has_the_plan_of_a_decode(provider:
     """Plans are kept by the sizes of steps, and a decode's kernels look at no mask."""
     world = World.build([MASKED], device, provider, capture_sizes=(2,))
     plain = world.batch(world.begun(9, 9), [1, 1])
-    bits, positions = torch.zeros(9, dtype=torch.uint8), torch.full((2,), 9, dtype=torch.int32)
+    bits, positions = torch.zeros(3, dtype=torch.uint8), torch.full((2,), 9, dtype=torch.int32)
     masked = replace(plain, mask=StepMask(bits.to(device), positions.to(device)))
     kinds = [world.runtime.plan(batch).shape.kind for batch in (plain, masked, plain)]
     assert kinds == [StepKind.DECODE, StepKind.MASKED, StepKind.DECODE]

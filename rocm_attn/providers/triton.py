@@ -291,9 +291,12 @@ def _extend_in(
 
 
 def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
-    """Gives sequences with few new tokens to the plain kernel, since most of 128 rows would have no token."""
+    """Gives sequences with few new tokens to the plain kernel, but for codes: most of 128 rows would have no token."""
     hopper = triton_hopper.bind_extend(problem, target, pool, min_q_len)
-    if not _takes_few_tokens(problem):
+    if problem.kv_encoding is not KVEncoding.LIKE_Q:
+        # It has a group of warps that decodes. A scale for the layer, 32 x 8 heads of 128, 64 x 5 new of 2505: 129 us,
+        # the plain kernel 193; 1 x 5 of 8197: 19 and 26. 64 x 8 of 64, 64 x 5: 94 and 146. 16 x 8 of 256, 4 x 16 of
+        # 316: 17 and 20 (H200).
         return hopper
     kernel = _by_tokens(
         problem,
@@ -307,15 +310,6 @@ def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_
     short = kernel.short if isinstance(kernel, KernelByTokens) else ()
     # For few tokens, blocks of fewer heads would read K and V several times and have no more rows.
     return KernelByTokens((*short, SizedKernel(ServedSteps(_MOST_NOT_FILLED // ratio), hopper)), filled)
-
-
-def _takes_few_tokens(problem: Problem) -> bool:
-    """True if the plain kernel takes few new tokens faster than Hopper's, which has a group of warps that decodes.
-
-    Over codes with a scale for the layer it does not. 32 x 8 heads of 128, 64 x 5 new of 2505: 193 us, Hopper's 129; 1
-    x 5 of 8197: 26 and 19. 64 x 8 of 64, 64 x 5: 146 and 94. 16 x 8 of 256, 4 x 16 of 316: 20 and 17 (H200).
-    """
-    return problem.kv_encoding is KVEncoding.LIKE_Q
 
 
 def _prompts(bind_extend: Bind) -> Bind:

@@ -35,9 +35,12 @@ def add_tokens(backend: tokenizers.Tokenizer, options: Mapping[str, object]) -> 
                 f"{_FILE} has {shown(added.content)} as token {number}, and after tokenizer.json it is {given}; save "
                 "the tokenizer again, or take both files from one place"
             )
-    known = _added_to(backend)
-    named = dict.fromkeys(text for text in _named(options) if text not in known)
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in named])
+    known, special = _added_to(backend), special_texts(options).values()
+    named = dict.fromkeys(text for text in _named(options) if text not in known or text in special)
+    tokens = [known.get(text) or tokenizers.AddedToken(text, normalized=False) for text in named]
+    for each in tokens:
+        each.special = True  # also if tokenizer.json does not say so, whose other flags stay
+    backend.add_special_tokens(tokens)
 
 
 def special_texts(options: Mapping[str, object]) -> dict[str, str]:
@@ -51,8 +54,8 @@ def text_of(token: object) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _added_to(backend: tokenizers.Tokenizer) -> set[str]:
-    return {token.content for token in backend.get_added_tokens_decoder().values()}
+def _added_to(backend: tokenizers.Tokenizer) -> dict[str, tokenizers.AddedToken]:
+    return {token.content: token for token in backend.get_added_tokens_decoder().values()}
 
 
 def _named(options: Mapping[str, object]) -> Iterator[str]:

@@ -364,6 +364,23 @@ def test_tokens_that_tokenizer_json_lacks_are_added_as_in_transformers(
     assert ("<later>" in ours.decode(ours.encode(text))) == ('"special": false' in written)
 
 
+@pytest.mark.parametrize("flags", [{}, {"lstrip": True, "rstrip": True}], ids=str)
+def test_a_token_that_tokenizer_config_json_names_is_special(
+    flags: dict[str, bool], trained: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    """tokenizer.json may not say so. Its name was a part of answers."""
+    backend = tokenizers.Tokenizer.from_str(trained.to_str())
+    backend.add_tokens([tokenizers.AddedToken("<named>", special=False, **flags)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"sep_token": "<named>"}')
+    ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    ids = ours.encode("The fox <named> fox")
+    assert ids == fast.encode("The fox <named> fox")
+    assert ours.decode(ids) == fast.decode(ids, skip_special_tokens=True)
+    assert "<named>" not in ours.decode(ids)
+
+
 def test_a_tokenizer_that_splits_special_tokens_is_refused(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
     trained.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"split_special_tokens": true}')

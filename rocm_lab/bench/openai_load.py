@@ -9,7 +9,6 @@ import http.client
 import json
 import multiprocessing
 import operator
-import signal
 import ssl
 import time
 import urllib.request
@@ -190,46 +189,35 @@ async def run_load(
     else:
         workers = [_Worker() for _ in range(num)]
         for worker in workers:
-            await asyncio.to_thread(worker.pipe.recv)  # nothing, once it has begun
+            await worker.heard()
         # Linux's clock is the same in all processes.
         joules, begin = meter.joules(), time.perf_counter() + _START_S
         of_each = replace(options, concurrency=-(-options.concurrency // num))
         for place, worker in enumerate(workers):
             worker.pipe.send((trace.requests[place::num], sendings[place::num], of_each, begin))
-        # asyncio.run cancels tasks at an interrupt, and these are none.
-        loop = asyncio.get_running_loop()
-        hearing = [loop.run_in_executor(None, worker.pipe.recv) for worker in workers]
-        try:
-            await asyncio.wait(hearing)
-        except asyncio.CancelledError:
-            for worker in workers:
-                worker.process.terminate()
-        outcomes = [outcome for heard in hearing for outcome in await heard]
+        outcomes = [outcome for worker in workers for outcome in await worker.heard()]
     return result_of(trace, outcomes, max(each.ended for each in outcomes) - begin, meter.joules() - joules)
 
 
 class _Worker:
-    """A process that sends a part of the requests. It ends with this one, and SIGTERM ends its sending."""
+    """A process that sends a part of the requests. It ends with this one."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_send_share, args=(theirs,), daemon=True)
-        self.process.start()
+        context.Process(target=_send_share, args=(theirs,), daemon=True).start()
         theirs.close()
+
+    async def heard(self) -> list[RequestRecord]:
+        """Returns what it says next: nothing once it has begun, and the records of its requests. Raises EOFError."""
+        said: list[RequestRecord] = await asyncio.to_thread(self.pipe.recv)
+        return said
 
 
 def _send_share(pipe: Connection) -> None:
     """Runs in a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes, and the first one ends the others
     pipe.send([])
-    pipe.send(asyncio.run(_sent_until_sigterm(*pipe.recv())))
-
-
-async def _sent_until_sigterm(*given: Any) -> list[RequestRecord]:
-    sending = asyncio.ensure_future(send_all(*given))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, sending.cancel)
-    return await sending
+    pipe.send(asyncio.run(send_all(*pipe.recv())))
 
 
 def first_model(url: str, api_key: str) -> str:

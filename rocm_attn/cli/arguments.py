@@ -19,8 +19,8 @@ from rocm_attn.machine.target import Target, target_elsewhere
 from rocm_attn.models.families import DECODERS, architecture_of, attention_geometry, text_fields
 from rocm_attn.models.fields import read_json
 from rocm_attn.models.geometry import AttentionGeometry
+from rocm_attn.models.hf_config import context_len
 from rocm_attn.models.hub import config_of_id, is_hub_id
-from rocm_attn.models.rope import stretched
 from rocm_attn.paging.checkpoints import StateMemory, spacing_of
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.kv_pool import page_bytes
@@ -162,14 +162,14 @@ def described_model(place: str, besides: str = "") -> DescribedModel:
         from rocm_attn.models.gguf_file import GGUFFile
 
         of_file = config_from_gguf(GGUFFile(path))
-        geometry, context_len = of_file.attention, of_file.context_len
+        geometry, longest = of_file.attention, of_file.context_len
     else:
         config = read_json(path)
         geometry = attention_geometry(config)
-        context_len = _context_len(config, geometry)
-    if context_len:
-        geometry = geometry.without_idle_windows(context_len)
-    return DescribedModel(geometry, partial(_max_kv_len, context_len))
+        longest = _context_len(config, geometry)
+    if longest:
+        geometry = geometry.without_idle_windows(longest)
+    return DescribedModel(geometry, partial(_max_kv_len, longest))
 
 
 _CONTEXT = "max_position_embeddings"
@@ -181,16 +181,16 @@ def _context_len(config: Mapping[str, object], geometry: AttentionGeometry) -> i
     if not fields.has(_CONTEXT):
         return 0
     with suppress(BadModel):  # another engine may serve a rotary embedding that ours does not
-        return stretched(fields.count(_CONTEXT), decoder.ropes(fields, geometry) if decoder else ())
-    return fields.count(_CONTEXT)
+        return context_len(fields, decoder.ropes(fields, geometry) if decoder else ())
+    return context_len(fields, ())
 
 
-def _max_kv_len(context_len: int, given: int | None) -> int:
-    if not context_len and given is None:
+def _max_kv_len(longest: int, given: int | None) -> int:
+    if not longest and given is None:
         raise BadSetting(f"config.json has no {_CONTEXT}; give --max-kv-len")
-    if given is not None and 0 < context_len < given:
-        raise BadSetting(f"max_kv_len is {given}; it must be at most the model's context, {context_len}")
-    return context_len if given is None else given
+    if given is not None and 0 < longest < given:
+        raise BadSetting(f"max_kv_len is {given}; it must be at most the model's context, {longest}")
+    return longest if given is None else given
 
 
 def requested_target(options: argparse.Namespace) -> Target:

@@ -73,12 +73,12 @@ def run(options: argparse.Namespace) -> None:
     finally:  # what was found so far is kept at Ctrl-C
         ended_before = ways[len(results) + len(refused) :]
         refused += [(way, "the command was ended before") for way in ended_before]
-        if ended_before and not results:
-            pass  # the error says all that there is to say
-        elif options.json:
+        # If nothing was found, the error says all that there is to say.
+        has_more_to_say = bool(results) or not ended_before
+        if options.json and has_more_to_say:
             passed = not ended_before and bool(results) and all(report.passed for _, _, report in results)
             print(json.dumps(_as_json(target, passed, results, refused), indent=2), flush=True)
-        else:
+        elif has_more_to_say:
             print("".join(f"not run: {way}: {why}\n" for way, why in refused), end="", flush=True)
     failed = [str(way) for way, _, report in results if not report.passed]
     if failed:

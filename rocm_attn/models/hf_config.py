@@ -1,6 +1,6 @@
 """ModelConfig from a Hugging Face config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import AttentionConfig, LayerConfig, MixerConfig, ModelConfig, RecurrentConfig
@@ -33,7 +33,7 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         layers=_layers(decoder, fields, attention, ropes),
         hidden_size=fields.count("hidden_size"),
         vocab_size=fields.count("vocab_size"),
-        context_len=stretched(_context_len(fields), ropes),
+        context_len=context_len(fields, ropes),
         rms_norm_eps=fields.positive("rms_norm_eps"),
         # a file with text_config has these two next to it
         tied_embeddings=whole.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", False))
@@ -52,11 +52,13 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     )
 
 
-def _context_len(fields: Fields) -> int:
-    """max_position_embeddings, or where dual chunk attention, which nothing here computes, begins to differ."""
+def context_len(fields: Fields, ropes: Iterable[Rope]) -> int:
+    """Tokens of a model's context: max_position_embeddings, stretched by YaRN, or where dual chunk attention, which
+    nothing here computes, begins to differ. Raises BadModel.
+    """
     longest, dual = fields.count("max_position_embeddings"), fields.inner("dual_chunk_attention_config")
     plain = (dual.count(name, longest) for name in ("chunk_size", "original_max_position_embeddings"))
-    return min(longest, *plain)
+    return stretched(min(longest, *plain), ropes)
 
 
 def _layers(

@@ -62,7 +62,7 @@ class EngineTables:
         self.entries.copy_(torch.from_numpy(table))
 
     def reserve(self, row: int, kv_len: int) -> None:
-        """Pages for so many tokens, as far as there are some."""
+        """Gives a row the pages of kv_len tokens, or as many of them as are free."""
         while len(self.pages[row]) * PAGE < kv_len and self.free:
             self.pages[row].append(self.free.pop())
 

@@ -135,6 +135,8 @@ def test_a_plan_reaches_as_far_as_the_models_context_which_yarn_stretches(
     assert planned(capsys, *stretched, "524288")["max_kv_len"] == 524288
     unknown = ["capture-plan", config_file(tmp_path, rope_scaling={"rope_type": "later"}), *arguments]
     assert planned(capsys, *unknown, "131072")["max_kv_len"] == 131072
+    chunked = ["capture-plan", config_file(tmp_path, dual_chunk_attention_config={"chunk_size": 65536}), *arguments]
+    assert main([*chunked, "65537"]) == BAD_INPUT  # beyond it keys are seen in another way
 
 
 def test_deterministic_kernels_are_planned_with_their_workspace(

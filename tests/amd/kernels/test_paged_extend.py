@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, RowSharing, Sequences
-from rocm_attn.kernels.attention.extend_merge import merge_of_few_rows
+from rocm_attn.kernels.attention.extend_merge import parts_of_step
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_PARTS, SHARE_SIZE, launch_extend_schedule
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
@@ -305,10 +305,8 @@ def test_few_rows_of_many_parts_are_merged_by_row(
     tensors = build(case, kernel_device)
     tiles = ExtendTiles(query_rows=16, key_block=16, num_warps=4, num_stages=1)
     sharing = ALL_SHARED._replace(programs=programs)
-    rows = 2 * extend_cut(tensors, tiles, sharing).max_blocks(tensors.q.shape[0], 2)
-    shape = merge_of_few_rows(rows, programs)
-    assert shape is not None
-    assert shape.parts == parts
+    rows = 2 * (extend_cut(tensors, tiles, sharing).max_blocks(tensors.q.shape[0], 2) - 1)
+    assert parts_of_step(rows, programs) == parts
     run_extend(tensors, tiles=tiles, sharing=sharing)
     assert_served(tensors)
 

@@ -189,9 +189,9 @@ def _extend_merge_kernel(
         )
 
 
-# Columns of a program of rows, and numbers that it loads in one step. On an H200, 5 new of 8197: 32 x 8 heads of 128 take
-# 25.7 us with 8192 numbers in programs of four warps, 19.3 so, 19.6 with 4096; 8 x 1 heads, 200 new of 1200: 19.4, 14.0,
-# 14.3; 64 x 8 heads of 64, 8 x 16 of 1016: 15.3, 15.4, 15.9.
+# Columns of a program of rows, and numbers that it loads in one step. On an H200, 5 new of 8197: 32 x 8 heads of 128
+# take 25.7 us with 8192 numbers in programs of four warps, 19.3 so, 19.6 with 4096; 8 x 1 heads, 200 new of 1200: 19.4,
+# 14.0, 14.3; 64 x 8 heads of 64, 8 x 16 of 1016: 15.3, 15.4, 15.9.
 _ROW_COLUMNS, _ROW_NUMBERS, _ROW_WARPS = 32, 2048, 2
 
 

@@ -68,12 +68,15 @@ class PartMergeGeometry(NamedTuple):
 
 
 class SharedSegmentRow(NamedTuple):
-    """A row that several programs share: its first program and its last one; the segments [first, end) that it sees;
-    zero: the position that key 0 would have on the axis of costs; size of each share.
+    """A row that several programs share: the first of these programs, and how many come after it; the segments
+    [first, end) that it sees; size of each share; zero: the cost at which key 0 would lie, from the start of the first
+    program's share on.
+
+    Costs of a row fit 32 bits, unlike those of a step: a 64-bit division for each segment takes long.
     """
 
     began: Any
-    last: Any
+    after: Any
     first: Any
     end: Any
     zero: Any
@@ -89,20 +92,23 @@ def _shared_row(words, start, size, kv_len, window_left, G: tl.constexpr):
     first_key = 0
     if G.WINDOWED:
         first_key = tl.maximum(kv_index - window_left, 0)
-    last = (start + num_keys + G.ROW_KEYS - 1) // size
-    zero = start + G.ROW_KEYS - (end_key - num_keys)
+    began = start // size
+    row_start = (start % size).to(tl.int32)
+    after = (row_start + num_keys + G.ROW_KEYS - 1) // size
+    zero = row_start + G.ROW_KEYS - (end_key - num_keys)
     end = tl.cdiv(end_key, G.SEGMENT_LEN)
-    return SharedSegmentRow(start // size, last, first_key // G.SEGMENT_LEN, end, zero, size)
+    return SharedSegmentRow(began, after, first_key // G.SEGMENT_LEN, end, zero, size)
 
 
 @triton.jit
 def _part_of_segment(row, segment, G: tl.constexpr):
     """The place of a segment's part, and its lines: none if the row's first program has the segment, or no program."""
-    ends_at = row.zero + tl.cast(segment + 1, tl.int64) * G.SEGMENT_LEN
-    program = tl.minimum(tl.maximum(tl.cdiv(ends_at, row.size) - 1, row.began), row.last)
-    first = tl.maximum(tl.maximum(program * row.size - row.zero, 0) // G.SEGMENT_LEN, row.first)
-    num_lines = tl.where(program > row.began, tl.where(segment < row.end, G.QUERY_ROWS, 0), 0)
-    return program * G.SLOTS + 1 + segment - first, num_lines
+    ends_at = row.zero + (segment + 1) * G.SEGMENT_LEN
+    number = tl.minimum(tl.maximum(tl.cdiv(ends_at, row.size) - 1, 0), row.after)
+    begins_at = tl.cast(number, tl.int64) * row.size - row.zero
+    first = tl.maximum(tl.maximum(begins_at, 0) // G.SEGMENT_LEN, row.first)
+    num_lines = tl.where(number > 0, tl.where(segment < row.end, G.QUERY_ROWS, 0), 0)
+    return (row.began + number) * G.SLOTS + 1 + segment - first, num_lines
 
 
 @triton.jit
@@ -190,9 +196,11 @@ def launch_merge_of_segments(
     slots:       parts of rows that a program of extend has room for
     """
     queries, sharing, dim, query_rows = args.queries, cut.sharing, args.out.shape[2], extend.query_rows
+    ratio = extend.heads_per_block(args.heads[1])
+    most_lines = min(query_rows, queries.num_tokens * ratio)
     launch(
         _segment_parts_kernel,
-        (sharing.programs - 1, triton.cdiv(query_rows, _LINES), triton.cdiv(dim, _COLUMNS)),
+        (sharing.programs - 1, triton.cdiv(most_lines, _LINES), triton.cdiv(dim, _COLUMNS)),
         queries.kv_len,
         args.schedule,
         args.workspace,
@@ -204,7 +212,7 @@ def launch_merge_of_segments(
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         *args.written_strides,
         G=PartMergeGeometry(
-            GQA_RATIO=extend.heads_per_block(args.heads[1]),
+            GQA_RATIO=ratio,
             QUERY_ROWS=query_rows,
             DIM=dim,
             ROW_KEYS=sharing.row_keys,

@@ -108,11 +108,11 @@ CONDITIONS = (
     Limits("%row %ratio_head", 0, _MOST_HEADS, "a layer has at most 512 heads", f"{_BY_SCHEDULE} {_BY_SHARES}"),
     Limits("%line", 0, 2 * _MOST_SHARING * 128, "a part is in the workspace", _BY_SCHEDULE),
     Limits(
-        "%first_program %num_parts",
+        "%began %first_program %num_parts %number",
         0,
         _MOST_SHARING,
         "a row's parts are in the workspace",
-        "merge extend_merge segment_merge",
+        "merge extend_merge segment_merge segment_parts",
     ),
     Limits("%part", 0, 2 * _MOST_SHARING, "a row's parts are in the workspace", "merge extend_merge"),
     Limits("%at %line", 0, 2 * _MOST_SHARING * 128, "a row's parts are in the workspace", "merge extend_merge"),

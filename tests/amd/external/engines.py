@@ -50,15 +50,54 @@ class Tensors:
     v: list[Tensor]
 
 
+class StoredRows(dict[tuple[int, int], tuple[Array, Array]]):
+    """K and V of every token that was stored, by layer and row; windows: of the layers"""
+
+    def __init__(self, windows: Sequence[int]) -> None:
+        super().__init__()
+        self.windows = windows
+
+    def add(self, requests: Sequence[Request], new: Sequence[int], given: Tensors) -> None:
+        """Records the rows that a step stored, and the new lengths of its requests."""
+        for layer in range(len(self.windows)):
+            first = 0
+            for request, count in zip(requests, new, strict=True):
+                nothing = np.zeros((0, KV_HEADS, DIM)), np.zeros((0, KV_HEADS, V_DIM))
+                before = self.get((layer, request.row), nothing)
+                rows = (side[layer][first : first + count].double().cpu().numpy() for side in (given.k, given.v))
+                k, v = (np.concatenate([old[: request.kv_len], fresh]) for old, fresh in zip(before, rows, strict=True))
+                self[layer, request.row] = k, v
+                first += count
+        for request, count in zip(requests, new, strict=True):
+            request.kv_len += count
+
+    def compare(self, requests: Sequence[Request], new: Sequence[int], given: Tensors, outs: Sequence[Tensor]) -> None:
+        """Checks that every row equals the reference's, and that padded rows are 0."""
+        for layer, window in enumerate(self.windows):
+            first = 0
+            for request, count in zip(requests, new, strict=True):
+                q = given.q[layer][first : first + count].double().cpu().numpy()
+                want, _ = attention(q, *self[layer, request.row], Scores(SCALE, window_left=window))
+                found = outs[layer][first : first + count].double().cpu().numpy()
+                assert np.allclose(found, want, atol=TOLERANCE, rtol=TOLERANCE), f"layer {layer}, row {request.row}"
+                first += count
+            assert (outs[layer][first:] == 0).all(), f"padded rows of layer {layer} are not 0"
+
+
 def leave_alone(kv_len: Tensor, slots: Tensor) -> None:
     """Changes nothing."""
 
 
 class Engine(ABC):
-    """The common part of all engines. windows: of each layer, -1 for none. copied: see tables()"""
+    """The common part of all engines.
+
+    windows: of each layer, -1 for none
+    copied:  whether its scheduler writes the next step's tables as soon as begin() has run
+    """
 
     null_page = True
     first_page = 1
+    page_strides = False
 
     def __init__(
         self,
@@ -73,7 +112,7 @@ class Engine(ABC):
         copied: bool = False,
         **options: Any,
     ) -> None:
-        self.page_size, self.windows, self.device, self.copied = page_size, tuple(windows), device, copied
+        self.page_size, self.windows, self.device = page_size, tuple(windows), device
         self.spaces = tuple(spaces) if spaces is not None else (Space.FULL,) * len(windows)
         self.random, self.empty = np.random.default_rng(0), empty
         self.num_pages = 1 + NUM_REQUESTS * -(-ROOM // page_size)
@@ -82,7 +121,7 @@ class Engine(ABC):
             for space in dict.fromkeys(self.spaces)
         }
         self.requests: dict[int, Request] = {}
-        self.stored: dict[tuple[int, int], tuple[Array, Array]] = {}
+        self.stored = StoredRows(self.windows)
         self.bounds = Bounds(num_seqs=16, num_tokens=128, kv_len=ROOM, num_pages=self.num_pages)
         with torch.inference_mode(False):  # an engine writes them in any mode
             self.pages = [self.new_pages() for _ in windows]
@@ -97,16 +136,15 @@ class Engine(ABC):
                 v_head_dim=V_DIM,
                 scale=SCALE,
                 window_left=window,
-                **self.features(),
             )
             for window in windows
         ]
         self.attention = ExternalAttention(
             [LayerSource(problem, space) for problem, space in zip(problems, self.spaces, strict=True)],
-            self.tables(),
+            {space: replace(source, copied=copied) for space, source in self.sources().items()},
             device=device,
             bounds=self.bounds,
-            options=ExternalOptions(provider=provider, **self.options(), **options),
+            options=ExternalOptions(provider=provider, page_strides=self.page_strides, **options),
             guards=guards,
         )
         for layer, (k, v) in enumerate(self.pages):
@@ -124,10 +162,6 @@ class Engine(ABC):
     def sources(self) -> Mapping[Space, Source]:
         """Returns the tables, as steps read them in place."""
 
-    def tables(self) -> Mapping[Space, Source]:
-        """Returns the tables; copied ones if its scheduler writes the next step's as soon as begin() has run."""
-        return {space: replace(source, copied=self.copied) for space, source in self.sources().items()}
-
     @abstractmethod
     def put_pages(self, request: Request) -> None:
         """Writes a request's pages to the tables."""
@@ -135,14 +169,6 @@ class Engine(ABC):
     @abstractmethod
     def slots_of(self, requests: Sequence[Request], new: Sequence[int]) -> list[int] | None:
         """Returns the slot of each new token, or None if steps give none."""
-
-    def options(self) -> dict[str, Any]:
-        """Returns fields of ExternalOptions in addition to those that a test gives."""
-        return {}
-
-    def features(self) -> dict[str, Any]:
-        """Returns additional fields of the layers' problems."""
-        return {}
 
     @abstractmethod
     def start_step(self, requests: Sequence[Request], new: Sequence[int]) -> None:
@@ -163,7 +189,7 @@ class Engine(ABC):
     def free_request(self, request: Request) -> None:
         """Frees the request's pages, and clears their contents."""
         for space in self.free:
-            self.give_back(request, space, len(request.pages[space]))
+            self._give_back(request, space, len(request.pages[space]))
             request.pages[space].clear()
         del self.requests[request.row]
         for layer in range(len(self.windows)):
@@ -175,7 +201,7 @@ class Engine(ABC):
                 pages.append(self.free[space].pop())
         self.put_pages(request)
 
-    def give_back(self, request: Request, space: Space, first: int) -> None:
+    def _give_back(self, request: Request, space: Space, first: int) -> None:
         """Frees the pages before page_no `first`. They are NaN until another request takes them."""
         pages = request.pages[space]
         for page_no in range(min(first, len(pages))):
@@ -192,19 +218,16 @@ class Engine(ABC):
         """Frees the pages before the token `kept`, in spaces of layers with a window."""
         for space in self.free:
             if all(window >= 0 for window, its in zip(self.windows, self.spaces, strict=True) if its == space):
-                self.give_back(request, space, kept // self.page_size)
+                self._give_back(request, space, kept // self.page_size)
         self.put_pages(request)
-
-    def random_rows(self, *shape: int) -> Tensor:
-        return torch.from_numpy(self.random.standard_normal(shape)).float().to(self.device)
 
     def tensors(self, num_tokens: int, padded: int) -> Tensors:
         """Returns new q, k and v for each layer; NaN in padded rows."""
 
         def rows(heads: int, dim: int) -> Tensor:
-            values = self.random_rows(padded, heads, dim)
+            values = torch.from_numpy(self.random.standard_normal((padded, heads, dim))).float()
             values[num_tokens:] = NAN
-            return values
+            return values.to(self.device)
 
         layers = range(len(self.windows))
         return Tensors(
@@ -222,9 +245,14 @@ class Engine(ABC):
         """Returns num_seqs, kv_len, q and rows in the engine's form, with its own pads."""
         kv_len = [request.kv_len + q for request, q in zip(requests, new, strict=True)]
         rows = [request.row for request in requests]
-        return len(requests), self.ints(kv_len, torch.int64), self.new_tokens(new, padded), self.ints(rows, torch.int64)
+        return (
+            len(requests),
+            self.ints(kv_len, torch.int64),
+            self._new_tokens(new, padded),
+            self.ints(rows, torch.int64),
+        )
 
-    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
+    def _new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
         return ONE_EACH if set(new) == {1} else NewLengths(self.ints(new))
 
     def slot_tensor(self, slots: Sequence[int], padded: int) -> Tensor:
@@ -240,7 +268,7 @@ class Engine(ABC):
         corrupt: Callable[[Tensor, Tensor], None] = leave_alone,
     ) -> None:
         """Runs an eager step with `pads` padding sequences and tokens, and compares it with the reference."""
-        self.compare(requests, new, *self.run_unseen(requests, new, pads=pads, corrupt=corrupt))
+        self.stored.compare(requests, new, *self.run_unseen(requests, new, pads=pads, corrupt=corrupt))
 
     def run_unseen(
         self,
@@ -275,7 +303,7 @@ class Engine(ABC):
         self.attention.begin(step)
         self.attention.fill(slots)
         outs = self.forward(given)
-        self.keep(requests, new, given)
+        self.stored.add(requests, new, given)
         return given, outs
 
     def calls(self) -> LayerCalls:
@@ -290,32 +318,6 @@ class Engine(ABC):
             self.calls().attend(layer, given.q[layer], out)
             outs.append(out)
         return outs
-
-    def keep(self, requests: Sequence[Request], new: Sequence[int], given: Tensors) -> None:
-        """Records the rows that were stored, and the new lengths of the requests."""
-        for layer in range(len(self.windows)):
-            first = 0
-            for request, count in zip(requests, new, strict=True):
-                nothing = np.zeros((0, KV_HEADS, DIM)), np.zeros((0, KV_HEADS, V_DIM))
-                before = self.stored.get((layer, request.row), nothing)
-                rows = (side[layer][first : first + count].double().cpu().numpy() for side in (given.k, given.v))
-                k, v = (np.concatenate([old[: request.kv_len], fresh]) for old, fresh in zip(before, rows, strict=True))
-                self.stored[layer, request.row] = k, v
-                first += count
-        for request, count in zip(requests, new, strict=True):
-            request.kv_len += count
-
-    def compare(self, requests: Sequence[Request], new: Sequence[int], given: Tensors, outs: Sequence[Tensor]) -> None:
-        """Checks that every row equals the reference's, and that padded rows are 0."""
-        for layer, window in enumerate(self.windows):
-            first = 0
-            for request, count in zip(requests, new, strict=True):
-                q = given.q[layer][first : first + count].double().cpu().numpy()
-                want, _ = attention(q, *self.stored[layer, request.row], Scores(SCALE, window_left=window))
-                found = outs[layer][first : first + count].double().cpu().numpy()
-                assert np.allclose(found, want, atol=TOLERANCE, rtol=TOLERANCE), f"layer {layer}, row {request.row}"
-                first += count
-            assert (outs[layer][first:] == 0).all(), f"padded rows of layer {layer} are not 0"
 
     def capture(self, bucket: int, width: int = 1) -> Replay:
         """Captures a graph of steps of up to `bucket` sequences with `width` new tokens each, in buffers of its own."""
@@ -395,8 +397,8 @@ class Replay:
                 to.copy_(values)
         engine.attention.begin(self._step(num_seqs))
         self.recording.replay()
-        engine.keep(requests, new, fresh)
-        engine.compare(requests, new, fresh, self.outs)
+        engine.stored.add(requests, new, fresh)
+        engine.stored.compare(requests, new, fresh, self.outs)
 
 
 class SGLang(Engine):
@@ -450,6 +452,8 @@ class VLLM(Engine):
     K and V are packed in a page. Pads have no KV and slot -1.
     """
 
+    page_strides = True
+
     def new_pages(self) -> tuple[Tensor, Tensor]:
         packed = torch.full((self.num_pages, KV_HEADS, self.page_size, DIM + V_DIM), self.empty, device=self.device)
         kv = packed.transpose(1, 2)
@@ -473,16 +477,13 @@ class VLLM(Engine):
             for row, request in enumerate(requests):
                 table[row, : len(request.pages[space])] = self.ints(request.pages[space])
 
-    def options(self) -> dict[str, Any]:
-        return {"page_strides": True}
-
     def lengths(
         self, requests: Sequence[Request], new: Sequence[int], padded: int
     ) -> tuple[int, Tensor, OneEach | NewLengths | Boundaries, Tensor | None]:
         kv_len = [request.kv_len + q for request, q in zip(requests, new, strict=True)] + [0] * (padded - len(requests))
-        return padded, self.ints(kv_len), self.new_tokens(new, padded), None
+        return padded, self.ints(kv_len), self._new_tokens(new, padded), None
 
-    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
+    def _new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
         ends = [*itertools.accumulate(new, initial=0)]
         return ONE_EACH if set(new) == {1} else Boundaries(self.ints(ends + [ends[-1]] * (padded - len(new))))
 
@@ -505,6 +506,7 @@ class FlashInfer(Engine):
 
     null_page = False
     first_page = 0
+    page_strides = True
 
     def new_pages(self) -> tuple[Tensor, Tensor]:
         kv = torch.full((self.num_pages, 2, self.page_size, KV_HEADS, V_DIM), self.empty, device=self.device)
@@ -527,16 +529,13 @@ class FlashInfer(Engine):
         pages = [page for request in requests for page in request.pages[Space.FULL]]
         self.indices[: len(pages)] = self.ints(pages)
 
-    def options(self) -> dict[str, Any]:
-        return {"page_strides": True}
-
     def lengths(
         self, requests: Sequence[Request], new: Sequence[int], padded: int
     ) -> tuple[int, Tensor, OneEach | NewLengths | Boundaries, Tensor | None]:
         num_seqs, kv_len, q, _ = super().lengths(requests, new, padded)
         return num_seqs, kv_len.int(), q, None
 
-    def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
+    def _new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
         return ONE_EACH if set(new) == {1} else Boundaries(self.ints([*itertools.accumulate(new, initial=0)]))
 
     def slots_of(self, requests: Sequence[Request], new: Sequence[int]) -> list[int] | None:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, HeadsOfToken, Softmax
@@ -36,15 +35,10 @@ from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-
-@constexpr_function
-def _few_parts(columns: int) -> int:
-    """The most parts of a row that take longer with their loads in flight than one after the other.
-
-    On an H200 heads of 128, 64 new of 2064 in eight parts: 19.6 us with them in flight, and 17.9; heads of 64, 8 x 5 of
-    2005 in seven: 14.4 and 15.3. More than eight parts were not measured with heads of 128.
-    """
-    return 6 if columns <= 64 else 16
+# The most parts of a row that take longer with their loads in flight than one after the other. On an H200 heads of 128,
+# 64 new of 2064 in eight parts: 19.6 us with them in flight, and 17.9; heads of 64, 8 x 5 of 2005 in seven: 14.4 and
+# 15.3.
+_FEW_PARTS = tl.constexpr(8)
 
 
 class ExtendMergeGeometry(NamedTuple):
@@ -168,7 +162,7 @@ def _extend_merge_kernel(
             acc, maximum, total = merge_parts(
                 parts, began, num_parts, line, num_lines, column, G.QUERY_ROWS, G.PARTS, G.COLUMNS, G.V_HEAD_DIM
             )
-        elif (G.STAGES > 1) and (num_parts > _few_parts(G.COLUMNS)):
+        elif (G.STAGES > 1) and (num_parts > _FEW_PARTS):
             acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, G.STAGES, G)
         else:
             acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, 1, G)

@@ -1,4 +1,4 @@
-"""Tokens that tokenizer_config.json names and tokenizer.json lacks. transformers 5.24 adds them, and so do we."""
+"""Tokens that other files of a model name and tokenizer.json lacks. transformers 5.24 adds them, and so do we."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,7 +7,7 @@ import tokenizers
 from rocm_attn.errors import BadModel
 from rocm_attn.models.fields import Fields, shown
 
-_FILE = "tokenizer_config.json"
+_FILE, _OLDER = "tokenizer_config.json", "added_tokens.json"
 # transformers numbers new ones in this order, and those of other names after them.
 _ORDER = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Lists of special tokens, by the releases of transformers that write them. The second one may have names, too.
@@ -15,27 +15,34 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
 
-def add_tokens(backend: tokenizers.Tokenizer, options: Mapping[str, object]) -> None:
-    """Adds those of added_tokens_decoder under their ids, and then the special ones that the file names. options: its
+def add_tokens(backend: tokenizers.Tokenizer, options: Mapping[str, object], older: Mapping[str, object]) -> None:
+    """Adds those of added_tokens_decoder under their ids, and then the special ones that the file names.
 
     Without it, a template that writes such a token would write the letters of its name. Flags of added_tokens_decoder
     count, not those of tokenizer.json. A token that pads is in no text, and may be a word that others have, or have no
-    logit; it is left out unless tokens that have the numbers after it are added. Raises BadModel.
+    logit; it is left out unless tokens that have the numbers after it are added.
+
+    options: of tokenizer_config.json; older: text -> id, of added_tokens.json, which has no flags
+    Raises BadModel.
     """
-    numbered, known, of_file = Fields(options, _FILE).inner("added_tokens_decoder"), _added_to(backend), {}
+    numbered, numbers = Fields(options, _FILE).inner("added_tokens_decoder"), Fields(older, _OLDER)
+    known, named, of_file = _added_to(backend), list(_named(options)), dict[int, tokenizers.AddedToken]()
     for name in filter(str.isdecimal, numbered.values):
         token = numbered.inner(name)
         added = of_file[int(name)] = _added(token.text("content"), token)
         added.special |= added.content in known and known[added.content].special  # either file may say so
+    special = {text for _, text, _ in named}
+    for text in older.keys() - known.keys():
+        of_file[numbers.count(text, least=0)] = tokenizers.AddedToken(text, special=text in special)
     tokens = [of_file[number] for number in sorted(of_file)]
     backend.add_tokens([each for each in tokens if repr(each) != repr(known.get(each.content))])
     for number, added in of_file.items():
         if added.content not in known and (given := backend.token_to_id(added.content)) != number:
             raise BadModel(
-                f"{_FILE} has {shown(added.content)} as token {number}, and after tokenizer.json it is {given}; save "
-                "the tokenizer again, or take both files from one place"
+                f"{_OLDER if older else _FILE} has {shown(added.content)} as token {number}, and after tokenizer.json "
+                f"it is {given}; save the tokenizer again, or take both files from one place"
             )
-    known, named, new = _added_to(backend), list(_named(options)), dict[str, tokenizers.AddedToken]()
+    known, new = _added_to(backend), dict[str, tokenizers.AddedToken]()
     for name, text, token in named:
         # One with a name is special, also if tokenizer.json does not say so.
         is_left = text in known if not name else name == "pad_token" and backend.token_to_id(text) is not None

@@ -371,6 +371,26 @@ def test_tokens_that_tokenizer_json_lacks_are_added_as_in_transformers(
     assert ("<later>" in ours.decode(ours.encode(text))) == ('"special": false' in written)
 
 
+@pytest.mark.parametrize("eos", ["<later>", "<|end|>"])
+def test_tokens_of_an_older_file_have_its_numbers(eos: str, trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    """One that was named got the number of the one before it, and the others were letters."""
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    first = trained.get_vocab_size()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<later>": first + 1, "<other>": first, "<|end|>": 0}))
+    ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    ids = ours.encode("The fox <later> fox<|end|><other>")
+    assert ids == fast.encode("The fox <later> fox<|end|><other>")
+    assert {first, first + 1} <= {*ids}
+    assert ours.decode(ids) == fast.decode(ids, skip_special_tokens=True)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<later>": first + 1}))
+    with pytest.raises(
+        BadModel, match=rf"^added_tokens.json has '<later>' as token {first + 1}, and .* it is {first};"
+    ):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("options", "flags"),
     [

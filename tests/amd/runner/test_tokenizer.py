@@ -599,4 +599,9 @@ def test_the_bytes_of_a_special_token_are_those_of_its_name(trained: tokenizers.
         assert tokenizer.bytes_of(token) == name.encode()
         assert not tokenizer.is_text(token)
     assert sentencepiece().bytes_of(1) == b"<s>"
+    backend = sentencepiece().backend
+    backend.add_tokens([tokenizers.AddedToken("▁▁", normalized=False)])  # Gemma's files have such ones
+    token = backend.get_vocab_size() - 1
+    spaced = Tokenizer(backend, None, None)
+    assert spaced.bytes_of(token) == spaced.decode([*spaced.encode("a"), token])[1:].encode() == b"  "
     assert tokenizer.bytes_of(trained.get_vocab_size()) == b"", "no entry"

@@ -486,7 +486,7 @@ def _check_rope(name: str, rope: RopeTable, dim: int, longest: int, device: torc
     if rope.num_positions < longest:
         raise BadTensor(
             f"{name} has {rope.num_positions} positions, and sequences may have {longest} tokens; make its table for "
-            "all of them, or lower max_kv_len"
+            "all of them, or lower max_kv_len, or kv_len of Bounds"
         )
     if rope.dim > dim:
         raise BadTensor(f"{name} rotates {rope.dim} elements; rows have {dim}")

@@ -11,11 +11,11 @@ from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.written_forms import MARK, CallForm, ReasoningForm, filled
 
 Json = dict[str, Any]
-# Returns the id of the special token with a text; None if a tokenizer has none.
-Special = Callable[[str], int | None]
+# Returns the id of the token that is a mark; None if a tokenizer has none.
+Mark = Callable[[str], int | None]
 
 
-def calls_only(form: CallForm, tools: Sequence[Json], special: Special, *, several: bool) -> Constraint:
+def calls_only(form: CallForm, tools: Sequence[Json], token_of: Mark, *, several: bool) -> Constraint:
     """Returns a constraint that allows only calls of these functions, at least one, with arguments that fit schemas.
 
     several: whether more than one call is allowed
@@ -23,7 +23,7 @@ def calls_only(form: CallForm, tools: Sequence[Json], special: Special, *, sever
     """
     if "{python}" in form.call:
         raise BadRequest(f"calls of the form {form.names[0]} cannot be required; set tool_choice to auto")
-    lark = _Lark(special)
+    lark = _Lark(token_of)
     call = lark.rule(" | ".join(lark.rule(_call(form, tool["function"], lark)) for tool in tools))
     # A mark after which nothing can follow is a token that ends the text, and no part of it.
     opens, closes = lark.exact(form.opens[0]), "" if form.is_only else lark.exact(form.closes)
@@ -35,13 +35,13 @@ def calls_only(form: CallForm, tools: Sequence[Json], special: Special, *, sever
     return Constraint.grammar("\n".join([f"start: {start}", *lark.rules]))
 
 
-def lead_of(form: ReasoningForm, special: Special, *, is_inside: bool, is_text: bool) -> str:
+def lead_of(form: ReasoningForm, token_of: Mark, *, is_inside: bool, is_text: bool) -> str:
     """Returns Constraint.lead for a model that reasons first.
 
     is_inside: whether the prompt ends inside of reasoning; otherwise the model may leave it out
     is_text:   whether a text follows, and not a call
     """
-    lark = _Lark(special)
+    lark = _Lark(token_of)
     thought = f"{lark.until(form.closes)} {lark.exact(form.resumes)} /\\s{{0,4}}/"
     lead = thought if is_inside else f"({lark.exact(form.opens)} {thought})?"
     return "\n".join([f"lead: {lead} {lark.exact(form.answers) if is_text else ''}", *lark.rules])
@@ -50,8 +50,8 @@ def lead_of(form: ReasoningForm, special: Special, *, is_inside: bool, is_text: 
 class _Lark:
     """Writes a grammar in llguidance's kind of Lark's notation."""
 
-    def __init__(self, special: Special) -> None:
-        self._special, self.rules = special, list[str]()
+    def __init__(self, token_of: Mark) -> None:
+        self._token_of, self.rules = token_of, list[str]()
 
     def rule(self, content: str, option: str = "") -> str:
         """Adds a rule, and returns its name."""
@@ -60,16 +60,16 @@ class _Lark:
         return name
 
     def exact(self, text: str) -> str:
-        """Returns a text. A mark that is one special token is that token: no other tokens write it."""
+        """Returns a text. A mark that is one token is that token: no other tokens write it."""
         found = []
         for part in re.split(f"({MARK.pattern})", text):
-            token = self._special(part)
+            token = self._token_of(part)
             found.append(_quoted(part) if token is None else f"<[{token}]>")
         return f" {' '.join(filter(None, found))} "
 
     def until(self, mark: str) -> str:
         """Returns any text that ends with a mark, which is nowhere else in it."""
-        token = self._special(mark)
+        token = self._token_of(mark)
         if token is None:
             return self.rule("/(?s:.*)/", f"[suffix={_quoted(mark)}]")
         return f"/(?s:.*)/ <[{token}]>"

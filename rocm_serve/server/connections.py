@@ -107,7 +107,7 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
             return self.flow.write_paused
 
         def write(self, data: bytes) -> None:
-            if not self.cycle.disconnected:
+            if data and not self.cycle.disconnected:  # a chunk without data would end the answer
                 is_chunked = self.conn.their_http_version == b"1.1"
                 self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 

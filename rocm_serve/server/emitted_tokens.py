@@ -120,10 +120,11 @@ class EmittedTokens:
         num = sum(byte & 0xC0 != 0x80 for byte in of_token)
         if not text:
             return num
-        # Tokenizers put spaces before a text, and after special tokens, which the text does not have.
+        # Tokenizers put spaces before a text, and after special tokens, which the text does not have. "▁" is a space to
+        # them, too.
         spaces = len(of_token) - len(of_token.lstrip(b" "))
         there = text[offset : offset + spaces]
-        return num - spaces + len(there) - len(there.lstrip(" "))
+        return num - spaces + len(there) - len(there.lstrip(" ▁"))
 
 
 def _number(logprob: float) -> float:

@@ -96,11 +96,16 @@ class Message(ToolPart):
     def _check_role(self) -> Message:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's message may have tool_calls")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and (self.role != "assistant" or self.thought is None):
             raise ValueError("the message has no content")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a tool's message needs a tool_call_id")
         return self
+
+    @property
+    def thought(self) -> str | None:
+        """The reasoning, under either name."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     @property
     def as_template(self) -> dict[str, Any]:
@@ -111,9 +116,8 @@ class Message(ToolPart):
         parts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content or ()
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in parts)}
-        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        if thought is not None:  # gpt-oss's template has its own name for it
-            message["reasoning_content"] = message["thinking"] = thought
+        if self.thought is not None:  # gpt-oss's template has its own name for it
+            message["reasoning_content"] = message["thinking"] = self.thought
         if self.name is not None:
             message["name"] = self.name
         if self.prefix or self.partial:
@@ -317,7 +321,8 @@ SHAPES = {
     "messages": (
         "messages must be a list of at least one message, each with a role (system, developer, user, assistant or "
         "tool) and a content: a string or a list of parts of type text. An assistant's message may have "
-        "tool_calls instead, each with id, type and function. A tool's message needs a tool_call_id"
+        "reasoning_content instead, or tool_calls, each with id, type and function. A tool's message needs a "
+        "tool_call_id"
     ),
     "input": (
         "input must be a text or a list of items: messages with a role (system, developer, user or assistant) and a "

@@ -168,7 +168,7 @@ class ServedModel:
         constraint, form = constraint or body.constraint, self._reasoning(writer.chat_template)
         if constraint is not None and form is not None:
             is_inside, is_text = self._is_inside(form, tokens), not body.must_call
-            lead = lead_of(form, writer.special_mark, is_inside=is_inside, is_text=is_text)
+            lead = lead_of(form, writer.mark, is_inside=is_inside, is_text=is_text)
             constraint = replace(constraint, lead=lead)
         return await self._requests(body, [tokens], most, self.max_len, salt, constraint)
 
@@ -223,7 +223,7 @@ class ServedModel:
         if form is None or not must_call:
             return None
         several = not isinstance(body.tool_choice, NamedTool) and body.parallel_tool_calls is not False
-        return calls_only(form, must_call, writer.special_mark, several=several)
+        return calls_only(form, must_call, writer.mark, several=several)
 
     def _calls(self, template: ChatTemplate) -> CallForm:
         """Returns the form of the model's calls. Raises BadRequest."""

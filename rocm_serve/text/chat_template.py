@@ -91,7 +91,7 @@ class ChatTemplate:
                     messages=list(messages),
                     tools=list(tools) or None,
                     add_generation_prompt=rendering.begins_answer and not rendering.goes_on,
-                    **{"bos_token": "", "eos_token": "", **self.tokens, **rendering.keywords},
+                    **{"documents": None, "bos_token": "", "eos_token": "", **self.tokens, **rendering.keywords},
                 )
             )
         except _Refused as error:

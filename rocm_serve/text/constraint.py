@@ -154,8 +154,11 @@ def _unspelled(content: Any) -> str:
     """Returns the same tokenizer with names of special tokens that no constraint spells.
 
     Otherwise the library takes a special token for such a text of a constraint. The answer would lack it, or end there.
+    It would refuse its own choice of an added one in angle brackets, which it takes for special too.
     """
     model, added = content["model"], content["added_tokens"]
+    for each in added:
+        each["special"] |= each["content"].startswith("<") and each["content"].endswith(">")
     named = {each["content"]: _NO_TEXT + each["content"] for each in added if each["special"]}
     for each in added:
         each["content"] = named.get(each["content"], each["content"])

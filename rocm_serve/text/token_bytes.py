@@ -34,8 +34,11 @@ class TokenBytes:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         decoder: Any = backend.decoder
         self._backend = backend
-        self._added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
         self._is_byte_level = decoder is not None and "ByteLevel" in _kinds(json.loads(decoder.__getstate__()))
+        self._added = {
+            number: token.content if token.special or self._is_byte_level else token.content.replace(_SPACE, " ")
+            for number, token in backend.get_added_tokens_decoder().items()  # Gemma's have "▁▁", which is a text
+        }
 
     def of(self, token_id: int) -> bytes:
         """The bytes of a token; of a special one those of its name. None at all for an id that is not in use."""

@@ -44,23 +44,24 @@ class Tokenizer:
     silent: Mapping[str, int] = field(init=False, repr=False)  # name of a token that is no text -> its id
     _silent: frozenset[int] = field(init=False, repr=False)  # these ids
     _bytes: TokenBytes = field(init=False, repr=False)
-    _special_marks: Mapping[str, int] = field(init=False, repr=False)  # special tokens that are a text all the same
+    _marks: Mapping[str, int] = field(init=False, repr=False)  # those that are a text all the same -> their ids
 
     def __post_init__(self) -> None:
         # A file may have those of its training, which cut every prompt, or fill it up.
         self.backend.no_truncation()
         self.backend.no_padding()
-        added = self.backend.get_added_tokens_decoder()
-        kept = kept_marks({token.content for token in added.values()})
-        special = {token.content: number for number, token in added.items() if token.special}
-        object.__setattr__(self, "silent", {text: special[text] for text in special.keys() - kept})
+        tokens = self.backend.get_added_tokens_decoder()
+        added = {token.content: number for number, token in tokens.items()}
+        kept = kept_marks(added)
+        silent = {text: number for text, number in added.items() if tokens[number].special and text not in kept}
+        object.__setattr__(self, "silent", silent)
         object.__setattr__(self, "_silent", frozenset(self.silent.values()))
         object.__setattr__(self, "_bytes", TokenBytes(self.backend))
-        object.__setattr__(self, "_special_marks", {text: special[text] for text in special.keys() & kept})
+        object.__setattr__(self, "_marks", {text: added[text] for text in added.keys() & kept})
 
-    def special_mark(self, text: str) -> int | None:
-        """Token id of a mark of written_forms.py, if it is one special token; None otherwise."""
-        return self._special_marks.get(text)
+    def mark(self, text: str) -> int | None:
+        """Token id of a mark of written_forms.py, if it is one token beyond the vocabulary of texts; None otherwise."""
+        return self._marks.get(text)
 
     def with_template(self, source: str) -> Tokenizer:
         """The same tokenizer with another chat template, which may write the same special tokens."""

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from rocm_attn.machine.choices import AUTO
 
-# A mark that a tokenizer may have as one special token.
+# A mark that a tokenizer may have as one token.
 MARK = re.compile(r"</?[^<>\s=]+>|\[/?[A-Z_]+\]")
 
 HOLE = re.compile(r"\{(\w+)(?::([^}]*))?\}")

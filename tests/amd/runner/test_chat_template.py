@@ -68,7 +68,7 @@ def test_json_is_written_as_hugging_face_writes_it() -> None:
     assert template.render([], tools) == json.dumps(tools[0], ensure_ascii=False) + json.dumps(
         tools[0]["function"], ensure_ascii=False, indent=1
     )
-    assert ChatTemplate("{{ tools is none }}").render([]) == "True"
+    assert ChatTemplate("{{ tools is none and documents is none }}").render([]) == "True"
 
 
 def test_a_conversation_with_tools_has_a_template_of_its_own_where_the_model_has_one() -> None:

@@ -54,13 +54,16 @@ def test_texts_match_their_constraints_and_end_where_they_may(alone: list[Comple
         (Constraint.choice(["a<end>b"]), "a<end>b"),
         (Constraint.regex("<end>[b]"), "<end>b"),
         (Constraint.json_schema({"enum": ["<end>"]}), '"<end>"'),
+        (Constraint.choice(["<b>a"]), "<b>a"),
     ],
-    ids=["choice", "regex", "schema"],
+    ids=["choice", "regex", "schema", "of a plain token"],
 )
 def test_a_text_that_looks_like_a_special_token_is_written_as_text(constraint: Constraint, text: str) -> None:
-    """The token would end the text, and the text would lack it."""
+    """The token would end the text, and the text would lack it. A plain one in brackets was chosen and refused."""
     characters = CHARACTERS + "<>"
-    words = Tokenizer(backend=of_characters(characters), bos_token_id=None, chat_template=None)
+    backend = of_characters(characters)
+    backend.add_tokens(["<b>"])
+    words = Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
     spelling = tiny_model(tokenizer=words, eos_token_ids=(len(characters),))
     (done,) = Engine(spelling, BASE).generate([Request(PROMPT, 40, constraint=constraint)])
     assert (done.text, done.finish_reason) == (text, "stop")

@@ -323,10 +323,11 @@ def test_a_template_may_write_each_special_token_as_transformers_does(
 ) -> None:
     """bos_token and eos_token alone were known, so the others left no trace in a prompt."""
     trained.save(str(tmp_path / "tokenizer.json"))
-    source = "{{ bos_token }}{{ pad_token }}{% for m in messages %}{{ m.content }}{{ sep_token }}{% endfor %}"
+    source = "{{ bos_token }}{{ pad_token }}{{ turn }}{% for m in messages %}{{ m.content }}{{ sep_token }}{% endfor %}"
     options = {
         "chat_template": source,
         "pad_token": "<|end|>",
+        "extra_special_tokens": {"turn": "<|end|>"},
         "sep_token": {"__type": "AddedToken", "content": "<|start|>"},
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**options, "add_bos_token": True}))
@@ -334,7 +335,11 @@ def test_a_template_may_write_each_special_token_as_transformers_does(
     ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None
     said = [{"role": "user", "content": "fox"}]
-    assert ours.conversation(said) == fast.apply_chat_template(said, tokenize=False) == "<|start|><|end|>fox<|start|>"
+    assert (
+        ours.conversation(said)
+        == fast.apply_chat_template(said, tokenize=False)
+        == "<|start|><|end|><|end|>fox<|start|>"
+    )
 
 
 @pytest.mark.parametrize(
@@ -344,6 +349,8 @@ def test_a_template_may_write_each_special_token_as_transformers_does(
         {"added_tokens_decoder": {"{}": {"content": "<later>", "special": False}}},
         {"eos_token": "<later>", "pad_token": "<|end|>"},
         {"unk_token": "<other>", "eos_token": "<later>"},
+        {"mask_token": "<other>", "pad_token": "<later>"},
+        {"mask_token": {"content": "<later>", "__type": "AddedToken", "lstrip": True, "rstrip": True}},
         {"additional_special_tokens": ["<|end|>", {"content": "<later>", "__type": "AddedToken"}]},
         {"extra_special_tokens": {"later_token": "<later>"}},
     ],
@@ -358,21 +365,52 @@ def test_tokens_that_tokenizer_json_lacks_are_added_as_in_transformers(
     (tmp_path / "tokenizer_config.json").write_text(written)
     ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None
-    text = "The fox <later>fox<|end|>"
+    text = "The fox <later> fox<|end|><other>"
     assert ours.encode(text) == fast.encode(text)
     assert trained.get_vocab_size() in ours.encode(text)
     assert ("<later>" in ours.decode(ours.encode(text))) == ('"special": false' in written)
 
 
-@pytest.mark.parametrize("flags", [{}, {"lstrip": True, "rstrip": True}], ids=str)
+@pytest.mark.parametrize("eos", ["<later>", "<|end|>"])
+def test_tokens_of_an_older_file_have_its_numbers(eos: str, trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    """One that was named got the number of the one before it, and the others were letters."""
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    first = trained.get_vocab_size()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<later>": first + 1, "<other>": first, "<|end|>": 0}))
+    ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    ids = ours.encode("The fox <later> fox<|end|><other>")
+    assert ids == fast.encode("The fox <later> fox<|end|><other>")
+    assert {first, first + 1} <= {*ids}
+    assert ours.decode(ids) == fast.decode(ids, skip_special_tokens=True)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<later>": first + 1}))
+    with pytest.raises(
+        BadModel, match=rf"^added_tokens.json has '<later>' as token {first + 1}, and .* it is {first};"
+    ):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({"sep_token": "<named>"}, {}),
+        ({"sep_token": "<named>"}, {"lstrip": True, "rstrip": True}),
+        ({"extra_special_tokens": {"named": "<named>"}}, {}),
+        ({"added_tokens_decoder": {"{}": {"content": "<named>", "special": True, "rstrip": True}}}, {"lstrip": True}),
+        ({"added_tokens_decoder": {"{}": {"content": "<named>", "special": False}}}, {"special": True}),
+    ],
+    ids=str,
+)
 def test_a_token_that_tokenizer_config_json_names_is_special(
-    flags: dict[str, bool], trained: tokenizers.Tokenizer, tmp_path: Path
+    options: dict[str, Any], flags: dict[str, bool], trained: tokenizers.Tokenizer, tmp_path: Path
 ) -> None:
-    """tokenizer.json may not say so. Its name was a part of answers."""
+    """tokenizer.json may not say so. Its name was a part of answers. Flags that both files give are those of this."""
     backend = tokenizers.Tokenizer.from_str(trained.to_str())
-    backend.add_tokens([tokenizers.AddedToken("<named>", special=False, **flags)])
+    backend.add_tokens([tokenizers.AddedToken("<named>", **{"special": False, **flags})])
     backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"sep_token": "<named>"}')
+    written = json.dumps(options).replace("{}", str(trained.get_vocab_size()))
+    (tmp_path / "tokenizer_config.json").write_text(written)
     ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert ours is not None
     ids = ours.encode("The fox <named> fox")
@@ -561,4 +599,9 @@ def test_the_bytes_of_a_special_token_are_those_of_its_name(trained: tokenizers.
         assert tokenizer.bytes_of(token) == name.encode()
         assert not tokenizer.is_text(token)
     assert sentencepiece().bytes_of(1) == b"<s>"
+    backend = sentencepiece().backend
+    backend.add_tokens([tokenizers.AddedToken("▁▁", normalized=False)])  # Gemma's files have such ones
+    token = backend.get_vocab_size() - 1
+    spaced = Tokenizer(backend, None, None)
+    assert spaced.bytes_of(token) == spaced.decode([*spaced.encode("a"), token])[1:].encode() == b"  "
     assert tokenizer.bytes_of(trained.get_vocab_size()) == b"", "no entry"

@@ -13,7 +13,7 @@ from rocm_serve.server.unserved import OF_RESPONSES
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.noted import noted
-from tests.amd.server.raw import Reply, post
+from tests.amd.server.raw import Client, Reply, post
 from tests.amd.server.running import NAME, Running, running
 from tests.amd.server.test_tools import CALL, forced
 from tests.amd.server.tool_models import TEMPLATES, tokenizer, tool_engine
@@ -134,6 +134,15 @@ def test_an_answer_says_how_it_was_sampled(thinker: Running) -> None:
             answer = post(served, {"model": NAME, "input": "?", "max_output_tokens": 1, **said}, PATH).json
             assert (answer["temperature"], answer["top_p"]) == expected
     assert post(thinker, {"model": NAME, "input": "?", "max_output_tokens": 1}, PATH).json["temperature"] == 1
+
+
+def test_a_stream_ends_once_and_its_connection_serves_the_next_request(server: Running) -> None:
+    """Such a stream has no [DONE]. Its end was sent twice, and the client took one for the beginning of an answer."""
+    body = {"model": NAME, "input": "How is it?", "max_output_tokens": 2, "stream": True}
+    with Client(server, body, PATH) as asking:
+        asking.read_until(b'data: {"type":"response.incomplete"')
+        asking.socket.sendall(b"GET /health HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n")
+        assert asking.rest().startswith(b"\n\r\n0\r\n\r\nHTTP/1.1 200 OK")
 
 
 def test_an_answer_that_is_cut_is_incomplete(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,8 @@ def ask(server: Running, **fields: Any) -> Reply:
          "|assistant:<think>Hm.</think>Yes.|user:How is it?|assistant:<think>\n"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}, *ASKED]},
          "|assistant:<think>Hm.</think>Yes.|user:How is it?|assistant:<think>\n"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": None, "reasoning": "Hm."}, *ASKED]},
+         "|assistant:<think>Hm.</think>|user:How is it?|assistant:<think>\n"),
         ({"messages": [*ASKED, {"role": "assistant", "content": None, "tool_calls": [MADE]},
                        {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": "rain"}]},
          'assistant:<tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>|tool get_weather:rain|'

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from rocm_attn.errors import BadRequest, BadSetting
 from rocm_serve.limits import RequestLimits
@@ -454,10 +455,11 @@ def test_a_model_whose_template_has_no_reasoning_writes_none() -> None:
     assert reasoning_of(ChatTemplate(TEMPLATE)) is None
 
 
-def letters(special: tuple[str, ...] = ()) -> Tokenizer:
+def letters(marks: tuple[str, ...] = (), *, special: bool = True) -> Tokenizer:
     """A token for each byte, and one for each of these marks and for the end."""
     backend = of_bytes()
-    backend.add_special_tokens(["<end>", *special])
+    backend.add_special_tokens(["<end>"])
+    backend.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
     return Tokenizer(backend, None, None)
 
 
@@ -469,6 +471,8 @@ def accepts(constraint: Constraint, text: str, tokenizer: Tokenizer, written_by:
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
+# A tokenizer may have marks as tokens; files of Qwen say that those of calls and reasoning are not special.
+MARKS = ("", "special", "plain")
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": FUNCTIONS[name]}}
     for name in ("get_weather", "get-time")
@@ -480,15 +484,16 @@ REQUIRED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("as_tokens", MARKS)
 @pytest.mark.parametrize("example", REQUIRED, ids=lambda each: each.calls_in)
-def test_a_required_call_is_held_to_the_form_and_the_schema(example: Example, as_tokens: bool) -> None:
+def test_a_required_call_is_held_to_the_form_and_the_schema(example: Example, as_tokens: str) -> None:
     form = form_named(example.calls_in, CALL_FORMS)
-    ours = letters(tuple(dict.fromkeys(MARK.findall(form.texts))) if as_tokens else ())
-    constraint = calls_only(form, TOOLS, ours.special_mark, several=True)
+    marks = tuple(dict.fromkeys(MARK.findall(form.texts))) if as_tokens else ()
+    ours = letters(marks, special=as_tokens == "special")
+    constraint = calls_only(form, TOOLS, ours.mark, several=True)
     text = example.text.removesuffix("<|call|>")
     assert accepts(constraint, text, ours)
-    only_one = calls_only(form, TOOLS, ours.special_mark, several=False)
+    only_one = calls_only(form, TOOLS, ours.mark, several=False)
     assert accepts(only_one, text, ours) == (len(example.calls) == 1)
     assert not accepts(only_one, text + text, ours)
     assert accepts(constraint, f"{text}\n{text}", ours) == (not form.is_list and not form.is_only)
@@ -524,7 +529,7 @@ def test_a_required_value_that_may_be_a_text_is_the_one_that_is_read(
     parameter = form.parameter.replace("{key}", "a").replace("{value}", written)
     text = form.opens[0] + form.call.replace("{name}", "f").replace("{parameters}", parameter) + form.closes
     ours, tool = letters(), {"type": "function", "function": {"name": "f", "parameters": schema}}
-    assert accepts(calls_only(form, [tool], ours.special_mark, several=False), text, ours)
+    assert accepts(calls_only(form, [tool], ours.mark, several=False), text, ours)
     reader = AnswerReader(form, {"f": schema})
     (call,) = [*reader.push(text), *reader.finish()]
     assert isinstance(call, ToolCall)
@@ -533,7 +538,7 @@ def test_a_required_value_that_may_be_a_text_is_the_one_that_is_read(
 
 def test_calls_in_python_cannot_be_required() -> None:
     with pytest.raises(BadRequest, match="calls of the form pythonic cannot be required"):
-        calls_only(form_named("pythonic", CALL_FORMS), TOOLS, letters().special_mark, several=True)
+        calls_only(form_named("pythonic", CALL_FORMS), TOOLS, letters().mark, several=True)
 
 
 @pytest.mark.parametrize("form", ["qwen3_coder", "deepseek_v32"])
@@ -541,21 +546,20 @@ def test_calls_in_python_cannot_be_required() -> None:
 def test_parameters_that_are_no_schema_are_refused_where_a_call_is_required(wrong: dict[str, Any], form: str) -> None:
     tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", **wrong}}}
     with pytest.raises(BadRequest, match="parameters of a, properties must be an object and required a list"):
-        calls_only(form_named(form, CALL_FORMS), [tool], letters().special_mark, several=True)
+        calls_only(form_named(form, CALL_FORMS), [tool], letters().mark, several=True)
 
 
-@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("as_tokens", MARKS)
 @pytest.mark.parametrize(
     "constraint",
     [Constraint.json_schema({"enum": ["ab"]}), Constraint.regex('"[a-z]+"'), Constraint.choice(['"ab"'])],
     ids=lambda each: each.kind,
 )
-def test_reasoning_comes_before_a_constrained_text(constraint: Constraint, as_tokens: bool) -> None:
-    ours = letters(("<think>", "</think>") if as_tokens else ())
+def test_reasoning_comes_before_a_constrained_text(constraint: Constraint, as_tokens: str) -> None:
+    ours = letters(("<think>", "</think>") if as_tokens else (), special=as_tokens == "special")
     form = form_named("think", REASONING_FORMS)
     inside, outside = (
-        replace(constraint, lead=lead_of(form, ours.special_mark, is_inside=each, is_text=True))
-        for each in (True, False)
+        replace(constraint, lead=lead_of(form, ours.mark, is_inside=each, is_text=True)) for each in (True, False)
     )
     assert accepts(inside, 'Hm, {"a" < 3.\n</think>\n\n"ab"', ours)
     assert not accepts(inside, '"ab"', ours)
@@ -580,7 +584,7 @@ def test_what_comes_before_a_constrained_text_is_tried_with_it() -> None:
 def test_gpt_oss_writes_a_constrained_text_in_its_last_channel() -> None:
     form = form_named("gpt-oss", REASONING_FORMS)
     ours = letters(("<|channel|>", "<|message|>", "<|end|>", "<|start|>"))
-    lead = lead_of(form, ours.special_mark, is_inside=False, is_text=True)
+    lead = lead_of(form, ours.mark, is_inside=False, is_text=True)
     constraint = replace(Constraint.choice(["ab"]), lead=lead)
     assert accepts(constraint, f"{OSS_THOUGHT}<|channel|>final<|message|>ab", ours)
     assert accepts(constraint, "<|channel|>final<|message|>ab", ours)

@@ -34,9 +34,6 @@ CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 _MOST_PARTS = 3
 # Steps of at most this many rows are shared by fewer programs if their tiles say so.
 _FEW_ROWS = 4
-# Rows of a sequence that programs work on side by side, at most. H200, 32 KV heads of 96, 64 x 4k: 861 us so, 830 in
-# order, ragged 64 1179 and 1107; of 128 970 and 959, 1307 and 1304. But 16 KV heads of 128, ragged 64: 661 and 670.
-_MOST_SIDE_BY_SIDE = 16
 
 
 class NewTokenRange(NamedTuple):
@@ -64,7 +61,7 @@ class RowCut(NamedTuple):
     BLOCK_HEADS:   query heads of such a block; the last one may have fewer
     Q_ROWS:        query heads of a row
     KEY_BLOCK:     keys of a block; in deterministic attention keys of a segment
-    ROW_COST, ROW_END, SIDE_BY_SIDE: see DecodeCut
+    ROW_COST, ROW_END: see DecodeCut
     WINDOWED:      whether there is a window
     TOKENS:        which sequences take part
     """
@@ -80,7 +77,6 @@ class RowCut(NamedTuple):
     WINDOWED: bool
     TOKENS: NewTokenRange = ONE_TOKEN
     ROW_END: int = 0
-    SIDE_BY_SIDE: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,6 @@ class DecodeCut:
     window_left:  keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:       which sequences take part
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
-    side_by_side: whether programs work side by side, each on the same keys of a sequence's rows (decode_schedule.py)
     most_rounds:  see of_step
     rounds:       rounds that a step's programs run in. If rows cannot be cut alike for all programs, those of the first
                   round share them: if all did, the additional parts would cost more than their later end gains
@@ -113,7 +108,6 @@ class DecodeCut:
     tokens: NewTokenRange = ONE_TOKEN
     is_even: bool = False
     row_end: int = 0
-    side_by_side: bool = False
     most_rounds: int = 1
     rounds: int = 1
     fewer_of_few: int = 1
@@ -129,7 +123,6 @@ class DecodeCut:
         assert self.rounds == 1 or self.is_even
         assert 1 <= self.tokens.FEWEST <= self.tokens.MOST
         assert self.rows == 1 or self.tokens.MOST == 1
-        assert not self.side_by_side or self.tokens.MOST == 1
         assert self.tokens.OF_ROW >= 1
 
     @classmethod
@@ -150,7 +143,6 @@ class DecodeCut:
             window_left,
             is_even=not has_slots,
             row_end=tiles.row_end,
-            side_by_side=tiles.side_by_side and not has_slots,
             most_rounds=1 if has_slots or window_left != UNLIMITED_WINDOW else tiles.most_rounds,
             fewer_of_few=1 if has_slots else tiles.fewer_of_few,
             merge_group=0 if has_slots else tiles.merge_group,
@@ -211,15 +203,6 @@ class DecodeCut:
         return f"{least}" if most == least else f"{least} to {most}"
 
     @property
-    def axes(self) -> int:
-        """Axes that work lies on (decode_schedule.py): one per row of a sequence; only one if rows are many, or if more
-        axes would leave more than a sixteenth of the programs of a round without work.
-        """
-        used = self.programs // self.rows // self.rounds * self.rounds * self.rows
-        few_idle = 16 * (self.programs - used) <= self.programs
-        return self.rows if self.side_by_side and self.rows <= _MOST_SIDE_BY_SIDE and few_idle else 1
-
-    @property
     def most_rows(self) -> int:
         """The most rows of a sequence."""
         return self.rows * -(-self.tokens.MOST // self.tokens.OF_ROW)
@@ -255,7 +238,6 @@ class DecodeCut:
             WINDOWED=self.window_left != UNLIMITED_WINDOW,
             TOKENS=self.tokens,
             ROW_END=self.row_end,
-            SIDE_BY_SIDE=self.axes > 1,
         )
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:

@@ -91,9 +91,6 @@ class DecodeCut:
     window_left:  keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:       which sequences take part
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
-    most_rounds:  see of_step
-    rounds:       rounds that a step's programs run in. If rows cannot be cut alike for all programs, those of the first
-                  round share them: if all did, the additional parts would cost more than their later end gains
     fewer_of_few: how many times fewer programs serve steps of at most _FEW_ROWS rows
     merge_group:  of the tiles; if it is not 0, the schedule has counters
     merge_rows:   steps of fewer rows are merged by a launch of their own
@@ -108,8 +105,6 @@ class DecodeCut:
     tokens: NewTokenRange = ONE_TOKEN
     is_even: bool = False
     row_end: int = 0
-    most_rounds: int = 1
-    rounds: int = 1
     fewer_of_few: int = 1
     merge_group: int = 0
     merge_rows: int = 0
@@ -118,9 +113,7 @@ class DecodeCut:
     def __post_init__(self) -> None:
         assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
         assert self.row_cost >= 0
-        assert self.most_rounds >= 1
-        assert self.programs >= self.rounds >= 1
-        assert self.rounds == 1 or self.is_even
+        assert self.programs >= 1
         assert 1 <= self.tokens.FEWEST <= self.tokens.MOST
         assert self.rows == 1 or self.tokens.MOST == 1
         assert self.tokens.OF_ROW >= 1
@@ -143,7 +136,6 @@ class DecodeCut:
             window_left,
             is_even=not has_slots,
             row_end=tiles.row_end,
-            most_rounds=1 if has_slots or window_left != UNLIMITED_WINDOW else tiles.most_rounds,
             fewer_of_few=1 if has_slots else tiles.fewer_of_few,
             merge_group=0 if has_slots else tiles.merge_group,
             merge_rows=-(-programs // _MOST_PARTS) if tiles.merge_group and not has_slots else 0,
@@ -164,13 +156,7 @@ class DecodeCut:
         return next((each for each in self.others if each.least <= num_seqs * each.cut.rows <= each.most), None)
 
     def of_step(self, num_seqs: int) -> DecodeCut:
-        """The cut of steps of num_seqs padded sequences: its programs run in as many rounds as rows would fill.
-
-        Equal shares do not end together: with two programs per SM reading 64 x 4k on an H200, the first decile ended
-        after 230 us and the last one after 250, not by their number and not on the same SMs each time. Programs that
-        the hardware starts later go to the SMs that are done. Rows that few programs share gain nothing, because they
-        get more parts to merge. Steps with few rows get fewer programs, and so fewer parts.
-        """
+        """The cut of steps of num_seqs padded sequences. Steps with few rows get fewer programs, and so fewer parts."""
         other = self.other_of(num_seqs)
         return self.own_of_step(num_seqs) if other is None else other.cut.own_of_step(num_seqs)
 
@@ -178,12 +164,8 @@ class DecodeCut:
         """This cut for steps of num_seqs sequences. Smaller steps have no more programs or counters."""
         num_rows = num_seqs * self.rows
         group = self.merge_group if num_rows >= self.merge_rows else 0
-        programs, rounds = self.programs, 1
-        if num_rows <= _FEW_ROWS:
-            programs = max(1, programs // self.fewer_of_few)
-        else:
-            rounds = max(1, min((2 * num_rows + programs) // (2 * programs), self.most_rounds))
-        return replace(self, programs=programs * rounds, rounds=rounds, merge_group=group, others=())
+        programs = max(1, self.programs // self.fewer_of_few) if num_rows <= _FEW_ROWS else self.programs
+        return replace(self, programs=programs, merge_group=group, others=())
 
     def others_up_to(self, num_seqs: int) -> list[CutByRows]:
         """Those of the others that serve steps of num_seqs sequences or fewer."""
@@ -199,7 +181,7 @@ class DecodeCut:
         """Returns how many programs steps have, for descriptions of a kernel."""
         cuts = self, *(each.cut for each in self.others)
         least = min(cut.own_of_step(0).programs for cut in cuts)
-        most = max(cut.programs * cut.most_rounds for cut in cuts)
+        most = max(cut.programs for cut in cuts)
         return f"{least}" if most == least else f"{least} to {most}"
 
     @property

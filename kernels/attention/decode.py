@@ -603,7 +603,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     of_tiles = DecodeCut.of(
         tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.visibility.window_left
     )
-    same_step = replace(of_tiles, rounds=cut.rounds, merge_group=cut.merge_group, merge_rows=cut.merge_rows)
+    same_step = replace(of_tiles, merge_group=cut.merge_group, merge_rows=cut.merge_rows)
     assert cut == same_step, "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
     assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"

@@ -13,8 +13,7 @@ So there is no list of parts and no atomic, and the cut depends on nothing but t
 If all rows cost the same, the share may grow by up to a sixteenth, so that it is a multiple of a row or a row is a
 multiple of it: then no program has the end of one row and the beginning of the next. If a row is shorter than a
 multiple, the difference counts as padding after it. The last of several parts of a row may have no positions for the
-row's end, and the padding is negative then. If programs run in rounds and no such share is near, only the programs of
-the first round have work: total / programs is then total / (programs / rounds).
+row's end, and the padding is negative then.
 
 With a window a row has only the blocks that its new tokens see. The number of new tokens decides whether a sequence
 takes part; each OF_ROW of them have rows of their own, and each row costs as much as the last one: see first_of_row.
@@ -140,7 +139,6 @@ class ScheduleGeometry(NamedTuple):
     """The values that the schedule kernel is compiled for: a DecodeCut without its programs.
 
     ROWS:      rows of a sequence
-    IN_ROUNDS: whether programs run in more than one round
     SEQS:      sequences of one iteration
     COUNTERS:  whether there are counters
     """
@@ -151,7 +149,6 @@ class ScheduleGeometry(NamedTuple):
     ROW_END: int
     WINDOWED: bool
     IS_EVEN: bool
-    IN_ROUNDS: bool
     SEQS: int
     TOKENS: NewTokenRange
     COUNTERS: bool
@@ -184,7 +181,7 @@ def _quotient(position, size, total):
 
 @triton.jit
 def _even_share(share, shortest, longest, ROW_END: tl.constexpr):
-    """Returns the share of a program, the padding after each row, and whether rows are cut alike.
+    """Returns the share of a program and the padding after each row.
 
     shortest, longest: cost of a row; share: at least
     """
@@ -196,17 +193,16 @@ def _even_share(share, shortest, longest, ROW_END: tl.constexpr):
     even = tl.where(share >= cost, rows * cost, tl.maximum(tl.cdiv(cost - ROW_END, parts), 1))
     is_even = (shortest == longest) & (even <= share + share // _SIXTEEN)
     pad = tl.where(is_even & (share < cost), even * parts - cost, 0)
-    return tl.where(is_even, even, share), pad, is_even
+    return tl.where(is_even, even, share), pad
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs", "rounds", "window_left"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "window_left"])
 def _schedule_kernel(
     kv_len,
     q_indptr,
     schedule,
     num_seqs,
     num_programs,
-    rounds,
     window_left,
     G: tl.constexpr,
 ):
@@ -226,12 +222,7 @@ def _schedule_kernel(
     share = tl.maximum(_quotient(total + num_programs - 1, num_programs, total), 1)
     pad = 0
     if G.IS_EVEN:
-        share, pad, is_even = _even_share(share, shortest, longest, G.ROW_END)
-        if G.IN_ROUNDS:
-            of_first = num_programs // rounds
-            share_of_first = tl.maximum(_quotient(total + of_first - 1, of_first, total), 1)
-            share_of_first, pad_of_first, _ = _even_share(share_of_first, shortest, longest, G.ROW_END)
-            share, pad = tl.where(is_even, share, share_of_first), tl.where(is_even, pad, pad_of_first)
+        share, pad = _even_share(share, shortest, longest, G.ROW_END)
     start = program.to(tl.int64) * share
 
     # The sequence whose positions contain `start`: the number of sequences that end at or before it.
@@ -298,7 +289,6 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
         schedule,
         num_seqs,
         cut.programs,
-        cut.rounds,
         cut.window_left,
         G=ScheduleGeometry(
             cut.rows,
@@ -307,7 +297,6 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
             cut.row_end,
             cut.window_left != UNLIMITED_WINDOW,
             cut.is_even,
-            cut.rounds > 1,
             _SEQS_AT_ONCE,
             cut.tokens,
             cut.merge_group > 0,

@@ -23,13 +23,9 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
         for length, num_rows in zip(kv_len, rows_of, strict=True)
         for _ in range(num_rows)
     ]
-    share, pad = max(-(-sum(costs) // (cut.programs // cut.rounds)), 1), 0
-    # Alike for all programs, else for those of the first round.
-    for rounds in (1, cut.rounds) if cut.is_even else ():
-        even = _even_share(costs, max(-(-sum(costs) // (cut.programs // rounds)), 1), cut.row_end)
-        if even is not None:
-            share, pad = even
-            break
+    share, pad = max(-(-sum(costs) // cut.programs), 1), 0
+    if cut.is_even and (even := _even_share(costs, share, cut.row_end)) is not None:
+        share, pad = even
     rows: list[tuple[int, int]] = []
     starts: list[int] = []
     words_of_seqs: list[int] = []

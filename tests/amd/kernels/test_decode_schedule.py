@@ -32,18 +32,16 @@ class Batch:
     num_programs: int
     tiles: DecodeTiles
     window_left: int = -1
-    rounds: int = 1
 
     @cached_property
     def cut(self) -> DecodeCut:
-        cut = DecodeCut.of(
+        return DecodeCut.of(
             self.tiles,
             num_kv_heads=self.num_kv_heads,
             programs=self.num_programs,
             window_left=self.window_left,
             has_slots=self.is_free,
         )
-        return replace(cut, rounds=self.rounds)
 
     @property
     def is_free(self) -> bool:
@@ -79,14 +77,9 @@ def batches(draw: st.DrawFn) -> Batch:
         [length for length, _ in seqs],
         [new for _, new in seqs],
         draw(st.integers(1, 5)),
-        draw(
-            st.integers(4, 600)
-            if (rounds := draw(st.integers(1, 4 if row_cost + row_end else 1))) > 1
-            else st.integers(1, 600)
-        ),
+        draw(st.integers(1, 600)),
         tiles,
         draw(st.sampled_from([-1, -1, 0, 1, 15, 16, 17, 200])),
-        rounds,
     )
 
 
@@ -207,7 +200,6 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("window_left", [-1, 0, 40])
-@pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize(
     ("num_seqs", "longest", "num_programs", "num_kv_heads"),
     [(1, 5000, 7, 1), (1, 5000, 60, 8), (5, 3, 9, 2), (20, 300, 13, 5), (600, 100, 3, 1), (4096, 9000, 3, 8)],
@@ -217,7 +209,6 @@ def test_the_device_writes_the_words_of_the_host_twin(
     longest: int,
     num_programs: int,
     num_kv_heads: int,
-    rounds: int,
     window_left: int,
     kernel_device: torch.device,
 ) -> None:
@@ -225,7 +216,7 @@ def test_the_device_writes_the_words_of_the_host_twin(
     kv_len = [draw.randrange(longest + 1) for _ in range(num_seqs)]
     q_len = [draw.choice([1, 1, 1, 0, 7]) for _ in range(num_seqs)]
     q_len[0] = 1
-    batch = Batch(kv_len, q_len, num_kv_heads, num_programs, TILES, window_left, rounds)
+    batch = Batch(kv_len, q_len, num_kv_heads, num_programs, TILES, window_left)
     device_words(batch, kernel_device)
 
 
@@ -296,22 +287,6 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     assert max(map(len, visits)) == 1
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    ("kv_len", "share", "num_used"),
-    # Four rows per sequence, each of 64 blocks plus 2: one for each of 32 programs; three for each of the first 8; 3.5;
-    # different rows.
-    [([1024] * 8, 66, 32), ([1024] * 6, 198, 8), ([1024] * 7, 231, 8), ([1024] * 7 + [1008], 264, 8)],
-    ids=str,
-)
-def test_rows_that_all_programs_cannot_cut_alike_are_shared_by_those_of_the_first_round(
-    kv_len: list[int], share: int, num_used: int, kernel_device: torch.device
-) -> None:
-    batch = Batch(kv_len, [1] * len(kv_len), 4, 32, TILES, rounds=4)
-    words = device_words(batch, kernel_device)
-    assert (words[4], sum(work > 0 for work in words[3:256:8])) == (share, num_used)
-
-
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_seqs", [1, 2])
 def test_some_program_has_each_row_of_a_batch_without_keys(
@@ -329,26 +304,3 @@ def test_a_batch_without_decodes_gives_no_program_work(q_len: list[int], kernel_
     batch = Batch([9] * len(q_len), q_len, 2, 4, TILES)
     words = device_words(batch, kernel_device)
     assert words[3:32:8] == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "programs"), [(1, 10), (7, 10), (8, 20), (12, 20), (13, 30), (17, 30), (18, 30), (400, 30)]
-)
-def test_programs_run_in_as_many_rounds_as_rows_fill_and_no_more_than_tiles_allow(num_seqs: int, programs: int) -> None:
-    tiles = replace(TILES, most_rounds=3)
-    cut = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=-1)
-    found = cut.of_step(num_seqs)
-    rounds = programs // 10
-    assert found == replace(cut, programs=programs, rounds=rounds)
-    least, _, most = cut.programs_in_words.partition(" to ")
-    assert int(least) <= found.programs <= int(most)
-    # The launch that checks a cut.
-    assert found == replace(DecodeCut.of(tiles, num_kv_heads=2, programs=programs, window_left=-1), rounds=rounds)
-
-
-def test_rows_of_windows_and_of_slots_run_in_one_round() -> None:
-    tiles = replace(TILES, most_rounds=3)
-    windowed = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=100)
-    slots = DecodeCut.of(tiles, num_kv_heads=2, programs=10, window_left=-1, has_slots=True)
-    assert {cut.of_step(400).programs for cut in (windowed, slots)} == {10}
-    assert {cut.programs_in_words for cut in (windowed, slots)} == {"10"}

@@ -32,8 +32,6 @@ CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 # program. H200, 8 rows of 8k, 33 parts each: 18 us, 15 by a launch of its own; 64 of 4k, 4 parts: 42 and 41; 128 of
 # 4k, 2 parts: 70 and 71.
 _MOST_PARTS = 3
-# Steps of at most this many rows are shared by fewer programs if their tiles say so.
-_FEW_ROWS = 4
 
 
 class NewTokenRange(NamedTuple):
@@ -91,7 +89,6 @@ class DecodeCut:
     window_left:  keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:       which sequences take part
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
-    fewer_of_few: how many times fewer programs serve steps of at most _FEW_ROWS rows
     merge_group:  of the tiles; if it is not 0, the schedule has counters
     merge_rows:   steps of fewer rows are merged by a launch of their own
     others:       cuts of steps with other numbers of rows
@@ -105,7 +102,6 @@ class DecodeCut:
     tokens: NewTokenRange = ONE_TOKEN
     is_even: bool = False
     row_end: int = 0
-    fewer_of_few: int = 1
     merge_group: int = 0
     merge_rows: int = 0
     others: tuple[CutByRows, ...] = ()
@@ -136,7 +132,6 @@ class DecodeCut:
             window_left,
             is_even=not has_slots,
             row_end=tiles.row_end,
-            fewer_of_few=1 if has_slots else tiles.fewer_of_few,
             merge_group=0 if has_slots else tiles.merge_group,
             merge_rows=-(-programs // _MOST_PARTS) if tiles.merge_group and not has_slots else 0,
         )
@@ -156,16 +151,14 @@ class DecodeCut:
         return next((each for each in self.others if each.least <= num_seqs * each.cut.rows <= each.most), None)
 
     def of_step(self, num_seqs: int) -> DecodeCut:
-        """The cut of steps of num_seqs padded sequences. Steps with few rows get fewer programs, and so fewer parts."""
+        """The cut of steps of num_seqs padded sequences."""
         other = self.other_of(num_seqs)
         return self.own_of_step(num_seqs) if other is None else other.cut.own_of_step(num_seqs)
 
     def own_of_step(self, num_seqs: int) -> DecodeCut:
-        """This cut for steps of num_seqs sequences. Smaller steps have no more programs or counters."""
-        num_rows = num_seqs * self.rows
-        group = self.merge_group if num_rows >= self.merge_rows else 0
-        programs = max(1, self.programs // self.fewer_of_few) if num_rows <= _FEW_ROWS else self.programs
-        return replace(self, programs=programs, merge_group=group, others=())
+        """This cut for steps of num_seqs sequences. Smaller steps have no more counters."""
+        group = self.merge_group if num_seqs * self.rows >= self.merge_rows else 0
+        return replace(self, merge_group=group, others=())
 
     def others_up_to(self, num_seqs: int) -> list[CutByRows]:
         """Those of the others that serve steps of num_seqs sequences or fewer."""
@@ -179,10 +172,8 @@ class DecodeCut:
     @property
     def programs_in_words(self) -> str:
         """Returns how many programs steps have, for descriptions of a kernel."""
-        cuts = self, *(each.cut for each in self.others)
-        least = min(cut.own_of_step(0).programs for cut in cuts)
-        most = max(cut.programs for cut in cuts)
-        return f"{least}" if most == least else f"{least} to {most}"
+        programs = self.programs, *(each.cut.programs for each in self.others)
+        return f"{max(programs)}" if min(programs) == max(programs) else f"{min(programs)} to {max(programs)}"
 
     @property
     def most_rows(self) -> int:

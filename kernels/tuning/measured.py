@@ -215,7 +215,7 @@ def _wrong_numbers(tiles: Tiles) -> list[str]:
         ("code_tiles",): ((0, *range(2, 9)), "0 or 2 to 8"),
         ("powers_by_products",): _numbers(0, 4),
         ("segment_len", "most_segments"): ((0,), "0 except in deterministic attention"),
-        ("num_stages", "diagonal_stages", "share_stages", "merge_stages", "fewer_of_few"): _numbers(1, 8),
+        ("num_stages", "diagonal_stages", "share_stages", "merge_stages"): _numbers(1, 8),
     }
     allowed = {name: of for names, of in fields.items() for name in names}
     given = {name: getattr(tiles, name) for name in type(tiles).__dataclass_fields__}

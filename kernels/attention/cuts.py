@@ -32,11 +32,6 @@ CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 # program. H200, 8 rows of 8k, 33 parts each: 18 us, 15 by a launch of its own; 64 of 4k, 4 parts: 42 and 41; 128 of
 # 4k, 2 parts: 70 and 71.
 _MOST_PARTS = 3
-# Steps of at most this many rows are shared by fewer programs if their tiles say so.
-_FEW_ROWS = 4
-# Rows of a sequence that programs work on side by side, at most. H200, 32 KV heads of 96, 64 x 4k: 861 us so, 830 in
-# order, ragged 64 1179 and 1107; of 128 970 and 959, 1307 and 1304. But 16 KV heads of 128, ragged 64: 661 and 670.
-_MOST_SIDE_BY_SIDE = 16
 
 
 class NewTokenRange(NamedTuple):
@@ -64,7 +59,7 @@ class RowCut(NamedTuple):
     BLOCK_HEADS:   query heads of such a block; the last one may have fewer
     Q_ROWS:        query heads of a row
     KEY_BLOCK:     keys of a block; in deterministic attention keys of a segment
-    ROW_COST, ROW_END, SIDE_BY_SIDE: see DecodeCut
+    ROW_COST, ROW_END: see DecodeCut
     WINDOWED:      whether there is a window
     TOKENS:        which sequences take part
     """
@@ -80,7 +75,6 @@ class RowCut(NamedTuple):
     WINDOWED: bool
     TOKENS: NewTokenRange = ONE_TOKEN
     ROW_END: int = 0
-    SIDE_BY_SIDE: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +89,6 @@ class DecodeCut:
     window_left:  keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:       which sequences take part
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
-    side_by_side: whether programs work side by side, each on the same keys of a sequence's rows (decode_schedule.py)
-    most_rounds:  see of_step
-    rounds:       rounds that a step's programs run in. If rows cannot be cut alike for all programs, those of the first
-                  round share them: if all did, the additional parts would cost more than their later end gains
-    fewer_of_few: how many times fewer programs serve steps of at most _FEW_ROWS rows
     merge_group:  of the tiles; if it is not 0, the schedule has counters
     merge_rows:   steps of fewer rows are merged by a launch of their own
     others:       cuts of steps with other numbers of rows
@@ -113,10 +102,6 @@ class DecodeCut:
     tokens: NewTokenRange = ONE_TOKEN
     is_even: bool = False
     row_end: int = 0
-    side_by_side: bool = False
-    most_rounds: int = 1
-    rounds: int = 1
-    fewer_of_few: int = 1
     merge_group: int = 0
     merge_rows: int = 0
     others: tuple[CutByRows, ...] = ()
@@ -124,12 +109,9 @@ class DecodeCut:
     def __post_init__(self) -> None:
         assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
         assert self.row_cost >= 0
-        assert self.most_rounds >= 1
-        assert self.programs >= self.rounds >= 1
-        assert self.rounds == 1 or self.is_even
+        assert self.programs >= 1
         assert 1 <= self.tokens.FEWEST <= self.tokens.MOST
         assert self.rows == 1 or self.tokens.MOST == 1
-        assert not self.side_by_side or self.tokens.MOST == 1
         assert self.tokens.OF_ROW >= 1
 
     @classmethod
@@ -150,9 +132,6 @@ class DecodeCut:
             window_left,
             is_even=not has_slots,
             row_end=tiles.row_end,
-            side_by_side=tiles.side_by_side and not has_slots,
-            most_rounds=1 if has_slots or window_left != UNLIMITED_WINDOW else tiles.most_rounds,
-            fewer_of_few=1 if has_slots else tiles.fewer_of_few,
             merge_group=0 if has_slots else tiles.merge_group,
             merge_rows=-(-programs // _MOST_PARTS) if tiles.merge_group and not has_slots else 0,
         )
@@ -172,26 +151,14 @@ class DecodeCut:
         return next((each for each in self.others if each.least <= num_seqs * each.cut.rows <= each.most), None)
 
     def of_step(self, num_seqs: int) -> DecodeCut:
-        """The cut of steps of num_seqs padded sequences: its programs run in as many rounds as rows would fill.
-
-        Equal shares do not end together: with two programs per SM reading 64 x 4k on an H200, the first decile ended
-        after 230 us and the last one after 250, not by their number and not on the same SMs each time. Programs that
-        the hardware starts later go to the SMs that are done. Rows that few programs share gain nothing, because they
-        get more parts to merge. Steps with few rows get fewer programs, and so fewer parts.
-        """
+        """The cut of steps of num_seqs padded sequences."""
         other = self.other_of(num_seqs)
         return self.own_of_step(num_seqs) if other is None else other.cut.own_of_step(num_seqs)
 
     def own_of_step(self, num_seqs: int) -> DecodeCut:
-        """This cut for steps of num_seqs sequences. Smaller steps have no more programs or counters."""
-        num_rows = num_seqs * self.rows
-        group = self.merge_group if num_rows >= self.merge_rows else 0
-        programs, rounds = self.programs, 1
-        if num_rows <= _FEW_ROWS:
-            programs = max(1, programs // self.fewer_of_few)
-        else:
-            rounds = max(1, min((2 * num_rows + programs) // (2 * programs), self.most_rounds))
-        return replace(self, programs=programs * rounds, rounds=rounds, merge_group=group, others=())
+        """This cut for steps of num_seqs sequences. Smaller steps have no more counters."""
+        group = self.merge_group if num_seqs * self.rows >= self.merge_rows else 0
+        return replace(self, merge_group=group, others=())
 
     def others_up_to(self, num_seqs: int) -> list[CutByRows]:
         """Those of the others that serve steps of num_seqs sequences or fewer."""
@@ -205,19 +172,8 @@ class DecodeCut:
     @property
     def programs_in_words(self) -> str:
         """Returns how many programs steps have, for descriptions of a kernel."""
-        cuts = self, *(each.cut for each in self.others)
-        least = min(cut.own_of_step(0).programs for cut in cuts)
-        most = max(cut.programs * cut.most_rounds for cut in cuts)
-        return f"{least}" if most == least else f"{least} to {most}"
-
-    @property
-    def axes(self) -> int:
-        """Axes that work lies on (decode_schedule.py): one per row of a sequence; only one if rows are many, or if more
-        axes would leave more than a sixteenth of the programs of a round without work.
-        """
-        used = self.programs // self.rows // self.rounds * self.rounds * self.rows
-        few_idle = 16 * (self.programs - used) <= self.programs
-        return self.rows if self.side_by_side and self.rows <= _MOST_SIDE_BY_SIDE and few_idle else 1
+        programs = self.programs, *(each.cut.programs for each in self.others)
+        return f"{max(programs)}" if min(programs) == max(programs) else f"{min(programs)} to {max(programs)}"
 
     @property
     def most_rows(self) -> int:
@@ -255,7 +211,6 @@ class DecodeCut:
             WINDOWED=self.window_left != UNLIMITED_WINDOW,
             TOKENS=self.tokens,
             ROW_END=self.row_end,
-            SIDE_BY_SIDE=self.axes > 1,
         )
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:

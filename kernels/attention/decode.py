@@ -57,7 +57,6 @@ from rocm_attn.kernels.attention.decode_schedule import (
     SEQ_KV_LEN,
     heads_of_row,
     next_row,
-    number_of_program,
     words_of_program,
     words_of_seq,
     work_at,
@@ -345,8 +344,6 @@ def _decode_kernel(
         _, _, blocks_of_row = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
         work = tl.where(kv_len < 0, 0, blocks_of_row + (R.ROW_COST + R.ROW_END))
     else:
-        if R.SIDE_BY_SIDE:
-            program = number_of_program(program, num_programs, R)
         words = words_of_program(schedule, program)
         seq, row, done, work, kv_len = work_at(words)
         if M.GROUP > 0:
@@ -516,7 +513,7 @@ def _decode_kernel(
             if M.GROUP > 0:
                 position += take
             done = 0
-            seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
+            seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len)
 
 
 def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> None:
@@ -606,7 +603,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: DecodeTil
     of_tiles = DecodeCut.of(
         tiles, num_kv_heads=num_kv_heads, programs=cut.programs, window_left=scores.visibility.window_left
     )
-    same_step = replace(of_tiles, rounds=cut.rounds, merge_group=cut.merge_group, merge_rows=cut.merge_rows)
+    same_step = replace(of_tiles, merge_group=cut.merge_group, merge_rows=cut.merge_rows)
     assert cut == same_step, "the schedule was cut for another launch"
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles))
     assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"

@@ -477,7 +477,6 @@ def _geometry(
         DRAWN_BLOCKS=tiles.drawn_blocks,
         OVERLAPS=tiles.overlaps,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
-        EIGHTS_BY_PRODUCTS=tiles.eights_by_products,
         SCALES_SELDOM=tiles.scales_seldom,
         EARLY=tiles.extend.early,
         ENCODING=coding.ENCODING,

@@ -17,7 +17,7 @@ from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once, raised_seldom
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.codes import scales_weights
-from rocm_attn.kernels.hopper.powers import capped_powers, scaled_powers
+from rocm_attn.kernels.hopper.powers import scaled_powers
 from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, of_rows, parts_of, width_of
 from rocm_attn.kernels.hopper.scaling import times_if_any
@@ -232,7 +232,6 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
     # Powers computed by products would not become 0 for keys that are not seen.
     BY_PRODUCTS: gl.constexpr = 0 if MASKED else G.POWERS_BY_PRODUCTS
-    AT_ONCE: gl.constexpr = G.BOUNDED and not MASKED and G.EIGHTS_BY_PRODUCTS > 0
     v = rings.v
     by_row = gl.expand_dims(query.product_scale, 1) if G.MOVES_Q else query.product_scale
     row_scale = query.cap_scale if G.CAPPED else query.product_scale
@@ -252,7 +251,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         wait_for_values(rings, n, 0, 1, G)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_scale_value, 0)
-        if G.CAPPED and not AT_ONCE:
+        if G.CAPPED:
             scores = capped_at_once(scores, by_row)
         masked = is_masked(step, seen, G, MASKED)
         if masked:
@@ -271,9 +270,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             maximum = new_maximum
         blocks = blocks_of(scores, G)
         for tile in gl.static_range(value_tiles(G)):
-            if AT_ONCE:
-                weights = capped_powers(blocks[tile], by_row, by_score, G.EIGHTS_BY_PRODUCTS)
-            elif G.BOUNDED:
+            if G.BOUNDED:
                 weights = scaled_powers(blocks[tile], by_score, BY_PRODUCTS)
             else:
                 weights = gl.exp2(blocks[tile] * by_score - of_rows(base, blocks[tile]))

@@ -17,8 +17,6 @@ from triton.runtime.jit import constexpr_function
 
 # The first ones of this many neighbours are computed by products.
 _NEIGHBOURS = gl.constexpr(4)
-# Among this many neighbours with their tanh, those that are computed by products lie between the others.
-_CAPPED_NEIGHBOURS = gl.constexpr(8)
 _BY_UNIT = """
     mul.rn.f32 x, {x}, {scale};
     ex2.approx.ftz.f32 {power}, x;"""
@@ -62,45 +60,3 @@ def scaled_powers(x, scale, BY_PRODUCTS: gl.constexpr):
     else:
         powers = gl.exp2(x * scale)
     return powers
-
-
-@constexpr_function
-def _capped_assembly(by_products):
-    """The tanh and then the power of each of _CAPPED_NEIGHBOURS products with K."""
-    many = int(_CAPPED_NEIGHBOURS.value)
-    lines = [
-        f"""
-    mul.rn.f32 t{at}, ${many + at}, ${2 * many + at};
-    tanh.approx.f32 t{at}, t{at};"""
-        for at in range(many)
-    ]
-    for at in range(many):
-        is_by_products = (at + 1) * by_products // many > at * by_products // many
-        form = _BY_PRODUCTS if is_by_products else _BY_UNIT
-        lines.append(form.format(power=f"${at}", x=f"t{at}", scale=f"${3 * many + at}"))
-    return f"{{\n    .reg .f32 x, p, t<{many}>;\n    .reg .b32 n, m;" + "".join(lines) + "\n}"
-
-
-@constexpr_function
-def _capped_operands():
-    """Constraints of _capped_assembly: powers; products, and the scales of products and of their tanh."""
-    many = int(_CAPPED_NEIGHBOURS.value)
-    return ",".join(["=f"] * many + ["f"] * (3 * many))
-
-
-@gluon.jit
-def capped_powers(products, half_scale, scale, BY_PRODUCTS: gl.constexpr):
-    """2^(scale tanh(half_scale products)), like capped_at_once and then scaled_powers.
-
-    BY_PRODUCTS: how many powers of eight neighbours are computed by products
-    """
-    ASSEMBLY: gl.constexpr = _capped_assembly(BY_PRODUCTS)
-    OPERANDS: gl.constexpr = _capped_operands()
-    return gl.inline_asm_elementwise(
-        ASSEMBLY,
-        OPERANDS,
-        [products, half_scale, scale],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=_CAPPED_NEIGHBOURS,
-    )

@@ -78,7 +78,6 @@ class HopperGeometry(NamedTuple):
     CAPPED:    whether scores have a cap
     BOUNDED:   whether the cap keeps exponentials within V's range: then there is no running maximum
     POWERS_BY_PRODUCTS: then, how many powers of four neighbouring scores are computed by products (powers.py)
-    EIGHTS_BY_PRODUCTS: or of eight, each in one piece of assembly with its tanh; 0: the tanh of all come first
     SCALES_SELDOM: as in the tiles: whether warps with nothing to scale skip it
     EARLY:     whether the launch may begin while the one before still runs
     DRAWN_BLOCKS: whole rows are drawn, KV head by KV head within this many blocks (draws.py); 0: they are dealt out
@@ -117,7 +116,6 @@ class HopperGeometry(NamedTuple):
     CAPPED: bool
     BOUNDED: bool
     POWERS_BY_PRODUCTS: int
-    EIGHTS_BY_PRODUCTS: int
     SCALES_SELDOM: bool
     EARLY: bool
     DRAWN_BLOCKS: int

@@ -37,7 +37,6 @@ class HopperTiles:
               always in deterministic attention, whose bits do not depend on tiles. llama8b 1 x 2048 new + 6144:
               350 us, 361 without; + 30720: 1448 and 1517. Heads of 80 (777 new of 5778) and of 256 (1 x 2048 + 6144)
               lose by it: 110 and 105, 367 and 354
-    eights_by_products: or of eight, in one piece of assembly with their tanh; 0: the tanh of all come first
     """
 
     extend: ExtendTiles
@@ -51,7 +50,6 @@ class HopperTiles:
     most_segments: int = 0
     left_in_workspace: bool = False
     powers_by_products: int = 0
-    eights_by_products: int = 0
     open_middle: int = 0
     scales_seldom: bool = False
     drawn_blocks: int = 0
@@ -61,7 +59,6 @@ class HopperTiles:
         """Raises ValueError for fields that exclude each other: a file may hold any."""
         excluded = {
             "the merge of segments sets no count of drawn rows back": self.drawn_blocks and self.segment_len,
-            "powers are by fours or by eights": self.powers_by_products and self.eights_by_products,
             # The warp that loads V waits for the keys of steps that K's ring holds (hopper/rings.py).
             "V's ring holds more steps than K's": self.value_tiles * self.value_block
             > self.extend.num_stages * self.extend.key_block,

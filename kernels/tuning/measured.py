@@ -207,7 +207,7 @@ def _wrong_numbers(tiles: Tiles) -> list[str]:
         ("programs_per_cu",): _numbers(0 if isinstance(tiles, ExtendTiles) else 1, 32),
         ("row_cost",): _numbers(0 if getattr(tiles, "row_end", 0) else 1, 64),
         ("row_end", "drawn_blocks"): _numbers(0, 64),
-        ("waves_per_eu", "value_tiles", "eights_by_products"): _numbers(0, 8),
+        ("waves_per_eu", "value_tiles"): _numbers(0, 8),
         ("max_registers",): ((0, *range(16, 256)), "0 or 16 to 255"),
         ("row_keys", "split_keys", "alike_keys", "open_middle"): _numbers(0, 1 << 16),
         ("registers", "score_registers", "loader_registers"): registers,
@@ -215,9 +215,7 @@ def _wrong_numbers(tiles: Tiles) -> list[str]:
         ("code_tiles",): ((0, *range(2, 9)), "0 or 2 to 8"),
         ("powers_by_products",): _numbers(0, 4),
         ("segment_len", "most_segments"): ((0,), "0 except in deterministic attention"),
-        ("num_stages", "diagonal_stages", "share_stages", "merge_stages", "most_rounds", "fewer_of_few"): _numbers(
-            1, 8
-        ),
+        ("num_stages", "diagonal_stages", "share_stages", "merge_stages"): _numbers(1, 8),
     }
     allowed = {name: of for names, of in fields.items() for name in names}
     given = {name: getattr(tiles, name) for name in type(tiles).__dataclass_fields__}

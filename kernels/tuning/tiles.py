@@ -63,10 +63,6 @@ class DecodeTiles:
     max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice
     early:            whether launches may begin while the one before still runs, and wait on the device for its end
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)
-    side_by_side:     whether programs work side by side, each on the same keys of a sequence's rows (DecodeCut)
-    most_rounds:      how many times its programs the grid may hold, if there are that many rows (DecodeCut.of_step)
-    fewer_of_few:     how many times fewer programs serve steps of a few rows, if that many would share each row that
-                      adding up their parts takes as long as reading K and V (DecodeCut.of_step)
     merge_group:      parts of a row that the program that ends last with them adds up, and then results of this many
                       groups (merge_within.py); 0: a launch of its own adds up all
     """
@@ -85,9 +81,6 @@ class DecodeTiles:
     dim_block: int = 0
     max_registers: int = 0
     early: bool = False
-    side_by_side: bool = False
-    most_rounds: int = 1
-    fewer_of_few: int = 1
     merge_group: int = 0
 
     def columns(self, dim: int) -> int:

@@ -131,7 +131,6 @@ def extend_values(tiles: HopperTiles, problem: Problem, shared: int) -> Iterator
         yield "decoder_registers", (40, 48, 56, 64, 72)
     if problem.logits_soft_cap > 0:
         yield "powers_by_products", (0, 1, 2, 3)
-        yield "eights_by_products", (0, 5, 6, 7)
     if problem.window_left != UNLIMITED_WINDOW:
         yield "open_middle", (0, problem.window_left + 1)
     yield "dim_block", _dim_blocks(problem.head_dim)

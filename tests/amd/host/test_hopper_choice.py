@@ -221,8 +221,6 @@ def test_rows_are_drawn_only_where_their_count_is_set_back() -> None:
         launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
     with pytest.raises(ValueError, match="drawn rows"):
         replace(hopper_segment_tiles(96, 16), drawn_blocks=8)
-    with pytest.raises(ValueError, match="by fours or by eights"):
-        replace(tiles, powers_by_products=2, eights_by_products=6)
 
 
 def launched_over(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensors, tuple[Any, ...]]:

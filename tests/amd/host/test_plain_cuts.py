@@ -120,5 +120,6 @@ def test_steps_with_rows_for_nearly_all_programs_that_are_smaller_have_those() -
     """
     assert steps_of_others(decode_of(LLAMA), 300)[1:] == [set(range(123, 300)), set(range(62, 123))]
     assert steps_of_others(decode_of(PAIRED), 300)[1:] == [set(range(246, 300)), set(range(123, 246))]
+    assert decode_of(LLAMA).describe().endswith("programs=132 to 1056)")
     windowed = decode_of(replace(LLAMA, window_left=512))
     assert steps_of_others(windowed, 300) == [set(range(123, 300)), set(range(62, 123))]

@@ -127,7 +127,6 @@ def test_a_users_row_of_latent_decode_serves_one_new_token() -> None:
         ({"query_rows": 64}, "has 128 rows in groups of four warps"),
         ({"early": True}, "a cut that differs in nothing else"),
         ({"value_tiles": 8}, "V's ring holds more steps than K's"),
-        ({"powers_by_products": 2, "eights_by_products": 6}, "powers are by fours or by eights"),
         ({"key_block": 0}, "key_block 0 is not a power of two"),
     ],
     ids=str,

@@ -569,14 +569,12 @@ def run_decode(
     *,
     num_programs: int = 5,
     tiles: DecodeTiles | None = None,
-    rounds: int = 1,
     put: Put = as_it_is,
 ) -> None:
     """Runs schedule, decode and merge, with scratch memory that is NaN or garbage before."""
     case = tensors.case
     tiles = tiles or tiles_of(tensors.arch, case)[0]
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
-    cut = replace(cut, rounds=rounds)
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
     launch_paged_decode(tensors.decode_args(cut, words, put), scores=tensors.scores, cut=cut, tiles=tiles)
 

@@ -16,7 +16,7 @@ from rocm_attn.kernels.states.arguments import MOST_TOKEN_STRIDE
 from rocm_lab.races.overflow import needed_ranges, prove_no_overflow
 
 _MOST_PROGRAMS = 2**20  # of a grid
-_MOST_SHARING = 2**13  # compute units times programs of each, times rounds
+_MOST_SHARING = 2**13  # compute units times programs of each
 _MOST_HEADS = 2**9
 _BLOCKS = MOST_TOKENS // 16
 

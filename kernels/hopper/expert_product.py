@@ -7,7 +7,9 @@ by TMA, and rows of x too if they lie by expert. Otherwise all of them copy each
 wherever it lies. Both pass through one ring in shared memory, which runs on from block to block: the first steps of the
 next block arrive while results are written.
 
-Each consumer has 64 pairs of a block with all columns. A consumer without a pair multiplies nothing.
+Each consumer has 64 pairs of a block with all columns. An expert's last block may have up to 64 more, as many as the
+consumers' registers hold, in place of a block of their own, which takes almost twice as long: each consumer has half of
+the columns of these. A consumer without a pair multiplies nothing.
 
 There are as many programs as run at a time, and each takes the next block when it has loaded one: experts' blocks have
 different numbers of pairs. Programs that run next to each other have the same rows or the same columns, which then come
@@ -49,16 +51,21 @@ _BLOCK_ROWS = gl.constexpr(_CONSUMERS.value * _GROUP_ROWS.value)
 
 
 class BlockSize(NamedTuple):
-    """Rows of the matrix in a block, and steps that shared memory has room for.
+    """Rows of the matrix in a block, groups of 64 pairs, and steps that shared memory has room for.
 
     The copies of all steps but one are under way.
     """
 
     columns: int
+    groups: int
     stages: int
 
 
-BLOCK_SIZES = BlockSize(256, 4), BlockSize(128, 6), BlockSize(64, 8)
+_WIDE, _HALF, _QUARTER = BlockSize(256, 2, 4), BlockSize(128, 2, 6), BlockSize(64, 2, 8)
+_TALL = BlockSize(256, 3, 4)
+BLOCK_SIZES = (_WIDE, _HALF, _QUARTER, _TALL)
+# Blocks of each processor, from which on it does not matter that one takes longer.
+_SEVERAL = 4
 # Columns that take as long as a block's rows of x. Half as many and twice as many give these steps the same time.
 _COLUMNS_OF_ROWS = 48
 # Blocks whose numbers shared memory has room for: the warps that load are at most as many blocks ahead as it has steps.
@@ -112,7 +119,7 @@ class HopperProductGeometry(NamedTuple):
     EXPERTS, EXPERTS_BLOCK: experts, and a power of 2, at least 32 and the number of all but the last one
     IN, OUT:                elements of a row of x and of out
     BY_EXPERT:              whether rows of x lie by expert
-    COLUMNS:                rows of the matrix in a block
+    COLUMNS, GROUPS:        rows of the matrix in a block, and groups of 64 pairs, at most
     STAGES:                 steps that shared memory has room for
     EARLY:                  whether it starts early (early.py)
     GATE:                   how a row's two halves are combined; None if it has one
@@ -124,6 +131,7 @@ class HopperProductGeometry(NamedTuple):
     OUT: int
     BY_EXPERT: bool
     COLUMNS: int
+    GROUPS: int
     STAGES: int
     EARLY: bool
     GATE: GateForm | None
@@ -196,7 +204,7 @@ def _block_ends(pairs, G: gl.constexpr):
         is_expert = each < G.EXPERTS - 1
         begins = gl.load(pairs.indptr + each, mask=is_expert, other=0).to(gl.int32)
         ends = gl.load(pairs.indptr + each + 1, mask=is_expert, other=0).to(gl.int32)
-        until = gl.associative_scan(_row_blocks(ends - begins) * _column_blocks(G), 0, _add)
+        until = gl.associative_scan(_row_blocks(ends - begins, G) * _column_blocks(G), 0, _add)
     return until
 
 
@@ -212,9 +220,10 @@ def _pairs_of(expert, pairs, G: gl.constexpr):
 
 
 @gluon.jit
-def _row_blocks(num_pairs):
-    """Blocks of an expert's pairs."""
-    return (num_pairs + (_BLOCK_ROWS - 1)) // _BLOCK_ROWS
+def _row_blocks(num_pairs, G: gl.constexpr):
+    """Blocks of an expert's pairs. The last one has those beyond the full ones before it, if it has room for them."""
+    ROOM: gl.constexpr = (G.GROUPS - _CONSUMERS) * _GROUP_ROWS
+    return gl.maximum((num_pairs + (_BLOCK_ROWS - 1 - ROOM)) // _BLOCK_ROWS, gl.minimum(num_pairs, 1))
 
 
 @gluon.jit
@@ -255,12 +264,14 @@ def _block_of(number, until, pairs, G: gl.constexpr):
         expert = gl.sum(is_before.to(gl.int32), 0)
         within = number - gl.max(gl.where(is_before, until, 0), 0)
     first, end = _pairs_of(expert, pairs, G)
-    row_blocks = _row_blocks(end - first)
+    row_blocks = _row_blocks(end - first, G)
     panel = within // (_PANEL * column_blocks) * _PANEL
     within -= panel * column_blocks
     blocks = gl.minimum(row_blocks - panel, _PANEL)
-    first += (panel + within % blocks) * _BLOCK_ROWS
-    return _Block(expert, first, gl.minimum(first + _BLOCK_ROWS, end), within // blocks * _outputs(G))
+    row_block = panel + within % blocks
+    first += row_block * _BLOCK_ROWS
+    end = gl.where(row_block + 1 < row_blocks, first + _BLOCK_ROWS, end)
+    return _Block(expert, first, end, within // blocks * _outputs(G))
 
 
 @gluon.jit
@@ -294,7 +305,7 @@ def _rows_of(block, source, G: gl.constexpr):
 
     There are none if rows lie by expert.
     """
-    COPIED: gl.constexpr = 0 if G.BY_EXPERT else _CONSUMERS
+    COPIED: gl.constexpr = 0 if G.BY_EXPERT else G.GROUPS
     begins = ()
     is_pair = ()
     for group in gl.static_range(COPIED):
@@ -306,14 +317,15 @@ def _rows_of(block, source, G: gl.constexpr):
 
 
 @gluon.jit
-def _load_boxes(block, stage, first, source, room, full):
+def _load_boxes(block, stage, first, source, room, full, G: gl.constexpr):
     """Loads a step of the block's rows of x, which lie by expert. Rows of a box that have other pairs do no harm."""
-    tma.async_copy_global_to_shared(source.x, [block.first, first], full, room.x.index(stage * _CONSUMERS))
-    for group in gl.static_range(1, _CONSUMERS):
+    GROUPS: gl.constexpr = G.GROUPS
+    tma.async_copy_global_to_shared(source.x, [block.first, first], full, room.x.index(stage * GROUPS))
+    for group in gl.static_range(1, GROUPS):
         begin = block.first + group * _GROUP_ROWS
         if begin < block.end:
             mbarrier.expect(full, _GROUP_ROWS * _STEP * 2)
-            tma.async_copy_global_to_shared(source.x, [begin, first], full, room.x.index(stage * _CONSUMERS + group))
+            tma.async_copy_global_to_shared(source.x, [begin, first], full, room.x.index(stage * GROUPS + group))
         else:
             mbarrier.arrive(full, count=1)
 
@@ -322,13 +334,14 @@ def _load_boxes(block, stage, first, source, room, full):
 def _load(source, pairs, room, G: gl.constexpr):
     """Loads the rows of all the program's blocks."""
     SIDES: gl.constexpr = 1 if G.GATE is None else 2
+    GROUPS: gl.constexpr = G.GROUPS
     BOX: gl.constexpr = _GROUP_ROWS if G.BY_EXPERT else 0
     column = gl.expand_dims(gl.arange(0, _STEP, layout=gl.SliceLayout(0, _COPIED)), 0)
     # A block's columns are in two pieces, each with all sides.
     PART: gl.constexpr = G.COLUMNS // (2 * SIDES)
     until = _block_ends(pairs, G)
     first, end = _pairs_of(G.EXPERTS - 1, pairs, G)
-    num_blocks = _row_blocks(end - first) * _column_blocks(G)
+    num_blocks = _row_blocks(end - first, G) * _column_blocks(G)
     if G.EXPERTS > 1:
         num_blocks += gl.max(until, 0)
     turn = 0
@@ -349,12 +362,13 @@ def _load(source, pairs, room, G: gl.constexpr):
                 of_part = part % SIDES * G.OUT + part // SIDES * PART
                 tma.async_copy_global_to_shared(source.weight, [block.expert, block.column + of_part, first], full, box)
             if G.BY_EXPERT:
-                _load_boxes(block, stage, first, source, room, full)
+                _load_boxes(block, stage, first, source, room, full, G)
             else:
-                for group in gl.static_range(_CONSUMERS):
+                for group in gl.static_range(GROUPS):
                     is_element = is_pair[group] & (first + column < G.IN)
-                    to = room.x.index(stage * _CONSUMERS + group)
-                    async_copy.async_copy_global_to_shared(to, begins[group] + (first + column), mask=is_element)
+                    to = room.x.index(stage * GROUPS + group)
+                    if group < _CONSUMERS or block.first + _BLOCK_ROWS < block.end:
+                        async_copy.async_copy_global_to_shared(to, begins[group] + (first + column), mask=is_element)
                 async_copy.mbarrier_arrive(full, increment_count=False)
             n += 1
         turn += 1
@@ -365,7 +379,7 @@ def _load(source, pairs, room, G: gl.constexpr):
     _pass_on(_Block(G.EXPERTS, 0, 0, 0), turn, room, G)
     mbarrier.expect(full, 0)
     if G.BY_EXPERT:
-        mbarrier.arrive(full, count=_CONSUMERS - 1)
+        mbarrier.arrive(full, count=G.GROUPS - 1)
     else:
         async_copy.mbarrier_arrive(full, increment_count=False)
     # No thread ends before its copies do.
@@ -382,28 +396,41 @@ def _free(room, n, G: gl.constexpr):
 
 
 @gluon.jit
-def _products(CONSUMER: gl.constexpr, room, n, G: gl.constexpr):
-    """Returns the products of the consumer's 64 rows with a block's columns, and n, the steps that have passed through
-    the ring.
+def _products(CONSUMER: gl.constexpr, HAS_LAST: gl.constexpr, room, n, G: gl.constexpr):
+    """Returns the products of the consumer's 64 rows with a block's columns, those of the last 64 rows with its half of
+    the columns, and n, the steps that have passed through the ring.
+
+    HAS_LAST: whether there are such last rows
     """
     COLUMNS: gl.constexpr = G.COLUMNS
+    HALF: gl.constexpr = COLUMNS // 2
     acc = gl.zeros([_GROUP_ROWS, COLUMNS], gl.float32, layout=_products_layout(COLUMNS))
+    last = gl.zeros([_GROUP_ROWS, HALF], gl.float32, layout=_products_layout(HALF))
     for first in range(0, G.IN, _STEP):
         stage = n % G.STAGES
         mbarrier.wait(room.full.index(stage), (n // G.STAGES) & 1)
         if not G.BY_EXPERT:
             # Copies of lanes are ordinary writes.
             fence_async_shared()
-        matrix = room.weight.index(stage).permute((1, 0))
-        acc = warpgroup_mma(room.x.index(stage * _CONSUMERS + CONSUMER), matrix, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
+        matrix = room.weight.index(stage)
+        own = room.x.index(stage * G.GROUPS + CONSUMER)
+        acc = warpgroup_mma(own, matrix.permute((1, 0)), acc, is_async=True)
+        if HAS_LAST:
+            half = matrix.slice(CONSUMER * HALF, HALF).permute((1, 0))
+            last = warpgroup_mma(room.x.index(stage * G.GROUPS + _CONSUMERS), half, last, is_async=True)
+            acc, last = warpgroup_mma_wait(2, (acc, last))
+        else:
+            acc = warpgroup_mma_wait(1, (acc,))
         # The step before is done; this one goes on.
         if first > 0:
             _free(room, n - 1, G)
         n += 1
-    acc = warpgroup_mma_wait(0, (acc,))
+    if HAS_LAST:
+        acc, last = warpgroup_mma_wait(0, (acc, last))
+    else:
+        acc = warpgroup_mma_wait(0, (acc,))
     _free(room, n - 1, G)
-    return acc, n
+    return acc, last, n
 
 
 @gluon.jit
@@ -420,35 +447,53 @@ def _pass(room, n, G: gl.constexpr):
 
 
 @gluon.jit
-def _store(results, first, block, to, HAS_BIAS: gl.constexpr, G: gl.constexpr):
-    """Adds the bias to 64 rows of products, combines their sides, and writes them. first: their first pair"""
+def _store(results, PIECES: gl.constexpr, first, column, block, to, HAS_BIAS: gl.constexpr, G: gl.constexpr):
+    """Adds the bias to 64 rows of products, combines their sides, and writes them.
+
+    PIECES:        pieces of columns that they have
+    first, column: the first pair, and the first column of out
+    """
     GATE: gl.constexpr = G.GATE
     SIDES: gl.constexpr = 1 if GATE is None else 2
     COLUMNS: gl.constexpr = results.shape[1]
-    PART: gl.constexpr = COLUMNS // (2 * SIDES)
+    PART: gl.constexpr = COLUMNS // (PIECES * SIDES)
     OUTPUTS: gl.constexpr = COLUMNS // SIDES
     if HAS_BIAS:
         lane = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, results.type.layout))
-        within = block.column + lane // (SIDES * PART) * PART + lane % PART
+        within = column + lane // (SIDES * PART) * PART + lane % PART
         side = lane // PART % SIDES
         of_column = to.bias + (block.expert.to(gl.int64) * (SIDES * G.OUT) + (side * G.OUT + within))
         results += gl.expand_dims(gl.load(of_column, mask=within < G.OUT, other=0.0).to(gl.float32), 0)
     if GATE is None:
         stored = _in_lines(results.to(to.out.dtype.element_ty))
     else:
-        gate, up = gl.split(gl.permute(results.reshape([_GROUP_ROWS, 2, 2, PART]), (0, 1, 3, 2)))
+        gate, up = gl.split(gl.permute(results.reshape([_GROUP_ROWS, PIECES, 2, PART]), (0, 1, 3, 2)))
         layout: gl.constexpr = _products_layout(OUTPUTS)
         gate = gl.convert_layout(gate.reshape([_GROUP_ROWS, OUTPUTS]), layout, assert_trivial=True)
         up = gl.convert_layout(up.reshape([_GROUP_ROWS, OUTPUTS]), layout, assert_trivial=True)
         combined = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)
         stored = _in_lines(combined.to(to.out.dtype.element_ty))
     pair = first + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, stored.type.layout))
-    stored_column = block.column + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, stored.type.layout))
+    stored_column = column + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, stored.type.layout))
     gl.store(
         to.out + (gl.expand_dims(pair.to(gl.int64) * to.out_row, 1) + gl.expand_dims(stored_column, 0)),
         stored,
         mask=gl.expand_dims(pair < block.end, 1) & gl.expand_dims(stored_column < G.OUT, 0),
     )
+
+
+@gluon.jit
+def _multiply_block(
+    CONSUMER: gl.constexpr, HAS_LAST: gl.constexpr, block, n, to, room, HAS_BIAS: gl.constexpr, G: gl.constexpr
+):
+    """Computes the consumer's part of a block; returns n after it."""
+    SIDES: gl.constexpr = 1 if G.GATE is None else 2
+    acc, last, n = _products(CONSUMER, HAS_LAST, room, n, G)
+    _store(acc, 2, block.first + CONSUMER * _GROUP_ROWS, block.column, block, to, HAS_BIAS, G)
+    if HAS_LAST:
+        column = block.column + CONSUMER * (G.COLUMNS // (2 * SIDES))
+        _store(last, 1, block.first + _BLOCK_ROWS, column, block, to, HAS_BIAS, G)
+    return n
 
 
 @gluon.jit
@@ -458,10 +503,10 @@ def _multiply(CONSUMER: gl.constexpr, to, room, HAS_BIAS: gl.constexpr, G: gl.co
     n = 0
     block = _passed_on(turn, n, room, G)
     while block.expert < G.EXPERTS:
-        first = block.first + CONSUMER * _GROUP_ROWS
-        if first < block.end:
-            acc, n = _products(CONSUMER, room, n, G)
-            _store(acc, first, block, to, HAS_BIAS, G)
+        if (G.GROUPS > _CONSUMERS) and (block.first + _BLOCK_ROWS < block.end):
+            n = _multiply_block(CONSUMER, True, block, n, to, room, HAS_BIAS, G)
+        elif block.first + CONSUMER * _GROUP_ROWS < block.end:
+            n = _multiply_block(CONSUMER, False, block, n, to, room, HAS_BIAS, G)
         else:
             n = _pass(room, n, G)
         turn += 1
@@ -489,14 +534,14 @@ def _hopper_expert_product_kernel(
     STAGES: gl.constexpr = G.STAGES
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     room = _Room(
-        gl.allocate_shared_memory(DTYPE, [STAGES * _CONSUMERS, _GROUP_ROWS, _STEP], _SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES * G.GROUPS, _GROUP_ROWS, _STEP], _SWIZZLED),
         gl.allocate_shared_memory(DTYPE, [STAGES, G.COLUMNS, _STEP], _SWIZZLED),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars),
         gl.allocate_shared_memory(gl.int32, [_SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     for i in gl.static_range(STAGES):
-        mbarrier.init(room.full.index(i), count=_CONSUMERS if G.BY_EXPERT else _LOADING_THREADS + 1)
+        mbarrier.init(room.full.index(i), count=G.GROUPS if G.BY_EXPERT else _LOADING_THREADS + 1)
         mbarrier.init(room.free.index(i), count=_CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
@@ -533,6 +578,9 @@ def block_size(args: ProductArgs, compute_units: int) -> BlockSize:
     Narrow blocks leave fewer processors without work. H200, deterministic decode of 96, 128 and 256 requests by a model
     of 1.1B: 2,259, 2,606 and 3,567 us a step; by 256 columns alone 3,404, 3,664 and 4,547.
 
+    If each processor has several blocks, an expert's last one may have up to 192 pairs. H200: 512 experts of 2048 x 512
+    with 160 pairs take 1,206 us, and 1,374 with 128 in a block; with 1 or 2 pairs 535 and 520.
+
     With experts, the size of any number of tokens is that of a power of 2 too: kernels are compiled ahead for these.
     """
     num_pairs = len(args.out)
@@ -543,7 +591,10 @@ def block_size(args: ProductArgs, compute_units: int) -> BlockSize:
         """The time of the turns of the last program."""
         return -(-_blocks(args, size, num_pairs) // compute_units) * (size.columns + _COLUMNS_OF_ROWS)
 
-    return min(BLOCK_SIZES, key=time)
+    size = min(_WIDE, _HALF, _QUARTER, key=time)
+    has_several = _blocks(args, _WIDE, num_pairs) >= _SEVERAL * compute_units
+    # With up to half a block of an expert's pairs on average, few blocks have the third group.
+    return _TALL if size is _WIDE and has_several and 2 * num_pairs > _BLOCK_ROWS * len(args.weight) else size
 
 
 def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> None:
@@ -581,6 +632,7 @@ def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> No
             OUT=out.shape[1],
             BY_EXPERT=by_expert,
             COLUMNS=size.columns,
+            GROUPS=size.groups,
             STAGES=size.stages,
             EARLY=early,
             GATE=args.gate,

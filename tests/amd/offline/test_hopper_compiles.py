@@ -77,6 +77,8 @@ SPILLED = {
 }
 # Heads that fill no tile, with their masks.
 SPILLED_OF_PADDED = {(40, 40): 0, (72, 72): 24, (144, 144): 24, (224, 224): 256, (96, 64): 0, (80, 128): 0}
+# Products of many experts with 192 pairs in a block: values of the warps that load, between blocks.
+SPILLED_OF_PRODUCTS = 24
 # Deterministic attention, around the merge of segments.
 SPILLED_AROUND_MERGES = {64: 16, 96: 64, 128: 80, 192: 40, 256: 272}
 # Groups that walk latents spill values of the program and its row over their loops.
@@ -226,7 +228,7 @@ def test_chunks_of_recurrent_layers_do_too(layer: str) -> None:
         assert [each.opcode for each in machine_code(kernels[name]).steps].count("WARPGROUP.DEPBAR.LE") == waits
 
 
-@pytest.mark.parametrize("size", range(3))
+@pytest.mark.parametrize("size", range(4))
 @pytest.mark.parametrize("gate", [GateForm(SILU), None], ids=["gated", "plain"])
 def test_the_product_of_experts_does_too(gate: GateForm | None, size: int) -> None:
     from rocm_attn.kernels.hopper import expert_product
@@ -240,18 +242,20 @@ def test_the_product_of_experts_does_too(gate: GateForm | None, size: int) -> No
         args = ProductArgs.of_experts(x.expand(10, 64, 256).flatten(0, 1), weight, bias, groups, None, out)
     else:
         args = ProductArgs.of_experts(x, weight, bias, groups, groups.tokens, out, gate)
-    chosen = expert_product.BLOCK_SIZES[size]
+    columns, num_groups, _ = chosen = expert_product.BLOCK_SIZES[size]
     with patch.object(expert_product, "block_size", return_value=chosen):
         (kernel,) = compiled_by(lambda: expert_product.launch_hopper_expert_product(args, compute_units=132), "sm_90")
     ptx = kernel.asm["ptx"]
-    assert f"wgmma.mma_async.sync.aligned.m64n{chosen.columns}k16" in ptx
+    wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n{}k16"
+    assert re.search(wgmma.format(columns), ptx)
+    assert bool(re.search(wgmma.format(columns // 2), ptx)) == (num_groups > 2)
     assert_waits(kernel, reads_before=False)
-    assert_sound(kernel, 0)
+    assert_sound(kernel, SPILLED_OF_PRODUCTS if num_groups > 2 else 0)
     waits = len(re.findall(r"wgmma\.wait_group", ptx))
     assert [each.opcode for each in machine_code(kernel).steps].count("WARPGROUP.DEPBAR.LE") == waits
 
 
-@pytest.mark.parametrize("experts", [(8, 2, 4160), (64, 6, 1856), (512, 10, 1088)], ids=str)
+@pytest.mark.parametrize("experts", [(8, 2, 4160), (8, 2, 12800), (64, 6, 1856), (512, 10, 1088)], ids=str)
 def test_a_product_of_experts_has_no_variant_that_powers_of_two_have_not(experts: tuple[int, int, int]) -> None:
     """Kernels are compiled ahead for prompts of 1, 2, 4, ... tokens."""
     ahead = {block_size(1 << power, *experts) for power in range(13)}
@@ -259,8 +263,12 @@ def test_a_product_of_experts_has_no_variant_that_powers_of_two_have_not(experts
     assert len(ahead) > 1
 
 
+def test_blocks_have_a_third_group_of_pairs_where_experts_have_pairs_for_it() -> None:
+    assert [block_size(tokens, 512, 10, 1024)[1] for tokens in (32, 256, 2048, 8192)] == [2, 2, 2, 3]
+
+
 def block_size(tokens: int, experts: int, chosen: int, width: int) -> tuple[int, ...]:
-    """Returns columns and stages of a product's blocks on an H200."""
+    """Returns columns, groups of pairs and stages of a product's blocks on an H200."""
     from rocm_attn.kernels.hopper import expert_product
 
     weight = torch.empty(1, device="meta").expand(experts, width, 64)

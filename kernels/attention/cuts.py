@@ -173,7 +173,8 @@ class DecodeCut:
     def programs_in_words(self) -> str:
         """Returns how many programs steps have, for descriptions of a kernel."""
         programs = self.programs, *(each.cut.programs for each in self.others)
-        return f"{max(programs)}" if min(programs) == max(programs) else f"{min(programs)} to {max(programs)}"
+        least, most = min(programs), max(programs)
+        return f"{most}" if least == most else f"{least} to {most}"
 
     @property
     def most_rows(self) -> int:

@@ -49,8 +49,8 @@ class ExtendMergeGeometry(NamedTuple):
     LINES:      lines of a query block, a token and a query head each, of one program
     COLUMNS:    columns of a line, padding included
     STAGES:     parts whose loads are in flight if a row has many
-    PARTS:      parts that programs of rows add up in one step
-    ROWS:       rows of a query block if programs take rows; 0: they take the boundaries between shares
+    PARTS:      parts that programs of rows add up in one step; 0: programs take the boundaries between shares
+    ROWS:       rows of a query block
     ALIKE:      whether rows may be cut alike (extend_schedule.py)
     DRAWS:      whether the launch before counts rows that it draws, so that the count is set back (hopper/draws.py)
     EARLY:      whether it may begin while the launch before still runs
@@ -122,7 +122,7 @@ def _extend_merge_kernel(
     parts_of_alike = 0
     if G.ALIKE:
         parts_of_alike = tl.load((shares + SHARE_PARTS).to(tl.pointer_type(tl.int64)))
-    if ROWS > 0:
+    if G.PARTS > 0:
         block = tl.program_id(0) // ROWS
         row = tl.program_id(0) % ROWS
         words = schedule + block * BLOCK_WORDS
@@ -158,7 +158,7 @@ def _extend_merge_kernel(
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
         parts = Parts(partials, sums)
-        if ROWS > 0:
+        if G.PARTS > 0:
             acc, maximum, total = merge_parts(
                 parts, began, num_parts, line, num_lines, column, G.QUERY_ROWS, G.PARTS, G.COLUMNS, G.V_HEAD_DIM
             )
@@ -241,7 +241,7 @@ def launch_extend_merge(
             columns,
             stages,
             parts,
-            cut.sharing.rows if parts else 0,
+            cut.sharing.rows,
             cut.sharing.alike_keys > 0,
             draws,
             block.EARLY,

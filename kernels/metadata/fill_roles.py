@@ -173,6 +173,12 @@ def write_groups(block, seqs, groups, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
+def _first_key_seen(position, window_left, chunk):
+    """The first key that a token sees, by its window and its chunk."""
+    return tl.maximum(position - window_left, position - position % chunk)
+
+
+@triton.jit
 def write_tokens(
     share,
     seqs,
@@ -222,7 +228,7 @@ def write_tokens(
             needs_page = live & (kv_index >= 0)
         tl.atomic_or(error, _TOKEN_WITHOUT_PAGE, mask=needs_page & (page <= NO_PAGE), sem="relaxed")
         # Pages are given back from the front: if the first one that the token sees is there, all are.
-        first_key = tl.maximum(position - seqs.window_left, position - position % seqs.chunk)
+        first_key = _first_key_seen(position, seqs.window_left, seqs.chunk)
         first_no = tl.maximum(first_key, 0) // PAGE_SIZE
         first_page = tl.load(table.entries + row * table.stride + first_no, mask=in_row, other=1)
         tl.atomic_or(error, _WINDOW_WITHOUT_PAGE, mask=first_page <= NO_PAGE, sem="relaxed")
@@ -239,8 +245,7 @@ def write_tokens(
 @triton.jit
 def first_page_seen(length, new, window_left, chunk, PAGE_SIZE: tl.constexpr):
     """The first page that new tokens see a key of; those before it may have been given back."""
-    start = tl.maximum(length - new, 0)
-    return tl.maximum(start - window_left, start - start % chunk) // PAGE_SIZE
+    return _first_key_seen(tl.maximum(length - new, 0), window_left, chunk) // PAGE_SIZE
 
 
 @triton.jit

@@ -206,7 +206,7 @@ def _tokenizer_of_directory(directory: Path, options: Mapping[str, object]) -> T
             "tokenizer_config.json: split_special_tokens is true, by which the marks of a conversation would be no "
             "tokens of their own; set it to false"
         )
-    # As in transformers, tokenizer_config.json takes the place of the file that older versions wrote.
+    # In transformers, too, tokenizer_config.json takes the place of the file that older versions wrote.
     older = {} if "added_tokens_decoder" in options else _json_if_there(directory / "added_tokens.json")
     add_tokens(backend, options, older)
     template_file = directory / "chat_template.jinja"

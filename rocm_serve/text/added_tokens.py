@@ -1,6 +1,7 @@
 """Tokens that other files of a model name and tokenizer.json lacks. transformers 5.24 adds them, and so do we."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import tokenizers
 
@@ -15,33 +16,54 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
 
 
+class _Special(NamedTuple):
+    """A special token and its object in the file. name: "" for one of a list"""
+
+    name: str
+    text: str
+    token: Fields
+
+
 def add_tokens(backend: tokenizers.Tokenizer, options: Mapping[str, object], older: Mapping[str, object]) -> None:
     """Adds those of added_tokens_decoder under their ids, and then the special ones that the file names.
 
-    Without it, a template that writes such a token would write the letters of its name. Flags of added_tokens_decoder
-    count, not those of tokenizer.json. A token that pads is in no text, and may be a word that others have, or have no
-    logit; it is left out unless tokens that have the numbers after it are added.
+    Without it, a template that writes such a token would write the letters of its name.
 
     options: of tokenizer_config.json; older: text -> id, of added_tokens.json, which has no flags
     Raises BadModel.
     """
-    numbered, numbers = Fields(options, _FILE).inner("added_tokens_decoder"), Fields(older, _OLDER)
-    known, named, of_file = _added_to(backend), list(_named(options)), dict[int, tokenizers.AddedToken]()
+    named = list(_named(options))
+    _add_numbered(backend, Fields(options, _FILE).inner("added_tokens_decoder"), Fields(older, _OLDER), named)
+    _add_named(backend, named)
+
+
+def _add_numbered(backend: tokenizers.Tokenizer, numbered: Fields, older: Fields, named: Sequence[_Special]) -> None:
+    """Adds the tokens that files give an id. Flags of added_tokens_decoder count, not those of tokenizer.json."""
+    known, of_file = _added_to(backend), dict[int, tokenizers.AddedToken]()
     for name in filter(str.isdecimal, numbered.values):
         token = numbered.inner(name)
         added = of_file[int(name)] = _added(token.text("content"), token)
         added.special |= added.content in known and known[added.content].special  # either file may say so
     special = {text for _, text, _ in named}
-    for text in older.keys() - known.keys():
-        of_file[numbers.count(text, least=0)] = tokenizers.AddedToken(text, special=text in special)
+    for text in older.values.keys() - known.keys():
+        of_file[older.count(text, least=0)] = tokenizers.AddedToken(text, special=text in special)
     tokens = [of_file[number] for number in sorted(of_file)]
     backend.add_tokens([each for each in tokens if repr(each) != repr(known.get(each.content))])
     for number, added in of_file.items():
         if added.content not in known and (given := backend.token_to_id(added.content)) != number:
+            file = _OLDER if older.values else _FILE
             raise BadModel(
-                f"{_OLDER if older else _FILE} has {shown(added.content)} as token {number}, and after tokenizer.json "
-                f"it is {given}; save the tokenizer again, or take both files from one place"
+                f"{file} has {shown(added.content)} as token {number}, and after tokenizer.json it is {given}; save "
+                "the tokenizer again, or take both files from one place"
             )
+
+
+def _add_named(backend: tokenizers.Tokenizer, named: Sequence[_Special]) -> None:
+    """Adds the special tokens, under the ids after all others.
+
+    A token that pads is in no text, and may be a word that others have, or have no logit; it is left out unless tokens
+    that have the numbers after it are added.
+    """
     known, new = _added_to(backend), dict[str, tokenizers.AddedToken]()
     for name, text, token in named:
         # One with a name is special, also if tokenizer.json does not say so.
@@ -75,8 +97,8 @@ def _added(text: str, token: Fields, **flags: bool) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(text, **flags | {flag: token.flag(flag) for flag in _FLAGS if token.has(flag)})
 
 
-def _named(options: Mapping[str, object]) -> Iterator[tuple[str, str, Fields]]:
-    """Name, text and object of the special tokens, in the order of their numbers; "" is the name of those of a list."""
+def _named(options: Mapping[str, object]) -> Iterator[_Special]:
+    """The special tokens, in the order of their numbers."""
     by_name = {name: token for name, token in options.items() if name.endswith("_token")}
     listed: list[tuple[str, object]] = []
     for name in _LISTS:
@@ -88,4 +110,5 @@ def _named(options: Mapping[str, object]) -> Iterator[tuple[str, str, Fields]]:
     names = [name for name in dict.fromkeys((*_ORDER, *by_name)) if name in by_name]
     for name, token in [*((name, by_name[name]) for name in names), *listed]:
         if text := text_of(token):
-            yield name, text, Fields(token if isinstance(token, Mapping) else {}, f"{_FILE}: {name or shown(text)}")
+            of_token = Fields(token if isinstance(token, Mapping) else {}, f"{_FILE}: {name or shown(text)}")
+            yield _Special(name, text, of_token)

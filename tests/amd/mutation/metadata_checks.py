@@ -93,7 +93,8 @@ def fill(memory: Memory) -> None:
         lengths = {"page_size": PAGE_SIZE, "window_left": window_left, "chunk": chunk}
         assert_same(memory, launch_fill, twins.fill, step, **lengths)
         pads = replace(step, pads=Pads(1), row_of_seq=ints([2, 0, 3, 3, 2]))  # the second sequence is one
-        assert_same(memory, launch_fill, twins.fill, pads, **lengths)
+        for each in (pads, replace(pads, terms=TableTerms(null_page=False))):
+            assert_same(memory, launch_fill, twins.fill, each, **lengths)
 
 
 def published() -> StepTensors:

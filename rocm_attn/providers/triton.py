@@ -91,6 +91,12 @@ _WIDE_HEADS = 128
 _MOST_NODES = 256
 # Rows of a sequence whose query blocks take all query heads of a KV head.
 _MOST_NOT_FILLED = 512
+# Rows of a sequence up to which the plain kernel takes less time than Hopper's, for heads up to each dim; for wider
+# ones none. Microseconds of an H200, plain and Hopper's: 32 x 8 heads of 64, 64 x 5 new of 2505: 89 and 95; of 96, 1 x
+# 3 of 8195: 16 and 18; 32 x 32 of 96, 64 x 5: 511 and 564, 8 x 16 of 1040: 35 and 41. But 32 x 8 of 64, 8 x 16: 16 and
+# 14; of 96: 19 and 17; of 128, 8 x 5 of 2053: 28 and 26, 64 x 5: 167 and 167, 1 x 8 of 4104: 16 and 14; 24 x 8 of 112,
+# 64 x 5: 185 and 160; 16 x 8 of 256, 1 x 5: 33 and 29, 64 x 5: 312 and 331; 16 x 4 of 256, 1 x 8: 22 and 15.
+_ROWS_BEFORE_HOPPER = {64: 32, 96: 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,25 +297,32 @@ def _extend_in(
 
 
 def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
-    """Gives sequences with few new tokens to the plain kernel, but for codes: most of 128 rows would have no token."""
+    """Gives sequences with few rows to the plain kernel where that takes less time, but for codes."""
     hopper = triton_hopper.bind_extend(problem, target, pool, min_q_len)
     if problem.kv_encoding is not KVEncoding.LIKE_Q:
-        # It has a group of warps that decodes. A scale for the layer, 32 x 8 heads of 128, 64 x 5 new of 2505: 129 us,
-        # the plain kernel 193; 1 x 5 of 8197: 19 and 26. 64 x 8 of 64, 64 x 5: 94 and 146. 16 x 8 of 256, 4 x 16 of
-        # 316: 17 and 20 (H200).
+        # A scale for the layer, 32 x 8 heads of 128, 64 x 5 new of 2505: 129 us, the plain kernel 193; 1 x 5 of 8197:
+        # 19 and 26. 64 x 8 of 64, 64 x 5: 94 and 146. 16 x 8 of 256, 4 x 16 of 316: 17 and 20 (H200).
         return hopper
-    kernel = _by_tokens(
-        problem,
-        extend_choices_of(problem, target),
-        lambda tiles, is_short: _extend(problem, target, tiles, min_q_len) if is_short else hopper,
-    )
     ratio = problem.gqa_ratio
+    short = tuple(
+        SizedKernel(ServedSteps(row.max_rows // ratio), _extend(problem, target, row.tiles, min_q_len))
+        for row in _rows_before_hopper(problem, target)
+    )
     filled = triton_hopper.filled(hopper, target)
     if filled.tiles.extend.heads_per_block(ratio) == ratio:
-        return kernel
-    short = kernel.short if isinstance(kernel, KernelByTokens) else ()
+        return KernelByTokens(short, hopper) if short else hopper
     # For few tokens, blocks of fewer heads would read K and V several times and have no more rows.
     return KernelByTokens((*short, SizedKernel(ServedSteps(_MOST_NOT_FILLED // ratio), hopper)), filled)
+
+
+def _rows_before_hopper(problem: Problem, target: Target) -> Iterator[ExtendTileChoice]:
+    """The rows of paged extend that serve steps in place of Hopper's kernel."""
+    most = next((rows for head_dim, rows in _ROWS_BEFORE_HOPPER.items() if problem.head_dim <= head_dim), 0)
+    served = problem.gqa_ratio - 1
+    for row in extend_choices_of(problem, target)[:-1]:
+        if served < most:
+            served = min(row.max_rows, most)
+            yield replace(row, max_rows=served)
 
 
 def _prompts(bind_extend: Bind) -> Bind:

@@ -13,6 +13,7 @@ from rocm_attn.kernels.tuning.tiles import ANY_ROWS, NoTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, PoolKind, Problem
 from rocm_attn.providers.by_tokens import KernelByTokens, likely_q_len
+from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.tiles import (
     decode_tiles_of,
@@ -129,13 +130,14 @@ def _jobs_of(problem: Problem, target: Target, shapes: Sequence[BatchSpec]) -> I
         by_hopper = decodes
     elif decodes:
         yield from _decode_jobs(problem, static, decodes)
-    left = [shape for shape in extends if not _extends_by_cdna(selection, shape)]
+    bound = {shape: _extend_of(selection, shape) for shape in extends}
+    by_hopper += tuple(shape for shape in extends if isinstance(bound[shape], HopperExtend))
+    # The tiles of extend for CDNA are not searched.
+    left = [shape for shape in extends if not isinstance(bound[shape], HopperExtend | CdnaExtend)]
     for choice in extend_choices_of_table(problem, target):
         of_choice = tuple(shape for shape in left if _choices(problem, shape) <= choice.max_rows)
         left = [shape for shape in left if shape not in of_choice]
-        if choice.max_rows == ANY_ROWS and selection.kernel(StepKind.EXTEND).entry.name == "triton.hopper_extend":
-            by_hopper += of_choice
-        elif of_choice:
+        if of_choice:
             yield TuneJob(TileTable.EXTEND, problem, choice.max_rows, choice.tiles, choice.tiles, of_choice)
     if by_hopper:
         yield TuneJob.of(TileTable.HOPPER_EXTEND, problem, hopper_tiles_of(problem, static), by_hopper)
@@ -158,10 +160,10 @@ def _decode_jobs(problem: Problem, static: Target, shapes: tuple[BatchSpec, ...]
     yield TuneJob(TileTable.DECODE, problem, ANY_ROWS, tiles, bound.tiles, shapes)
 
 
-def _extends_by_cdna(selection: Selection, shape: BatchSpec) -> bool:
-    """True if extend for CDNA serves a step, whose tiles are not searched."""
+def _extend_of(selection: Selection, shape: BatchSpec) -> BoundKernel:
+    """The kernel of an extend step."""
     bound = selection.kernel(StepKind.EXTEND).bound
-    return isinstance(bound, KernelByTokens) and isinstance(bound.of_shape(_padded(shape)), CdnaExtend)
+    return bound.of_shape(_padded(shape)) if isinstance(bound, KernelByTokens) else bound
 
 
 def _choices(problem: Problem, shape: BatchSpec) -> int:

@@ -59,6 +59,11 @@ def hopper_of(kernel: BoundKernel) -> HopperExtend:
     return found
 
 
+def serving(kernel: BoundKernel, shape: PaddedShape) -> BoundKernel:
+    """Returns the kernel of a step."""
+    return kernel.of_shape(shape) if isinstance(kernel, KernelByTokens) else kernel
+
+
 def kernels_by_tokens(kernel: Any) -> list[Any]:
     """Returns the kernels of all steps, for any number of new tokens per sequence."""
     return [*(sized.kernel for sized in kernel.short), kernel.other] if isinstance(kernel, KernelByTokens) else [kernel]
@@ -101,10 +106,21 @@ def test_pages_of_other_slots_than_were_promised_are_refused_as_they_are_bound()
 
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN])
 def test_hoppers_kernel_takes_few_tokens_over_codes_too(scales: Scales) -> None:
-    coded = replace(LAYER, kv_encoding=KVEncoding.E4M3FN, kv_scales=scales)
+    coded = replace(LAYER, **of_dim(64, kv_encoding=KVEncoding.E4M3FN, kv_scales=scales))
     assert isinstance(chosen(coded, on(TRITONS[0])).kernel(StepKind.EXTEND).bound, HopperExtend)
-    few, *_ = kernels_by_tokens(chosen(LAYER, on(TRITONS[0])).kernel(StepKind.EXTEND).bound)
-    assert isinstance(few, TritonExtend)
+
+
+@pytest.mark.parametrize(("dim", "most"), [(48, 32), (64, 32), (72, 16), (96, 16), (112, 0), (128, 0), (256, 0)])
+@pytest.mark.parametrize("ratio", [1, 4, 24])
+def test_sequences_with_few_rows_are_the_plain_kernels_where_heads_are_narrow(dim: int, most: int, ratio: int) -> None:
+    layer = replace(LAYER, **of_dim(dim, num_kv_heads=2, num_q_heads=2 * ratio))
+    extend = chosen(layer, on(TRITONS[0])).kernel(StepKind.EXTEND).bound
+    served = {
+        num_tokens: serving(extend, PaddedShape(StepKind.EXTEND, 16, 16 * num_tokens)) for num_tokens in range(1, 70)
+    }
+    plain = {num_tokens for num_tokens, kernel in served.items() if isinstance(kernel, TritonExtend)}
+    assert plain == set(range(1, most // ratio + 1))
+    assert all(isinstance(served[num_tokens], HopperExtend) for num_tokens in served.keys() - plain)
 
 
 DETERMINISTIC = {
@@ -335,7 +351,7 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
 ) -> None:
     """A shared row would need a merge; whole ones need no workspace."""
     layer, kernel = replace(LAYER, **more), prefill_of(more)
-    extend: Any = chosen(layer, on(TRITONS[0])).kernel(StepKind.EXTEND).bound
+    extend = chosen(layer, on(TRITONS[0])).kernel(StepKind.EXTEND).bound
     for num_seqs in (1, 16):
         for q_len in (2, 16, most):
             shape = prompts(num_seqs, q_len)
@@ -344,7 +360,7 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
             assert served.cut.sharing.programs == served.workspace_words(shape) == 0
         longer = PaddedShape(StepKind.PREFILL, num_seqs, num_seqs * most + 1)
         assert isinstance(kernel.of_shape(longer), TritonExtend if layer.head_dim < MIN_HEAD_DIM else HopperExtend)
-        assert kernel.of_shape(longer) == extend.of_shape(replace(longer, kind=StepKind.EXTEND))
+        assert kernel.of_shape(longer) == serving(extend, replace(longer, kind=StepKind.EXTEND))
     bounds = [sized.steps.max_q_len for sized in kernel.short]
     assert bounds == sorted(bounds)
 

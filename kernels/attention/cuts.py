@@ -32,6 +32,10 @@ CLASS_BITS, CLASS_KEYS_LOG2 = 2, 7
 # program. H200, 8 rows of 8k, 33 parts each: 18 us, 15 by a launch of its own; 64 of 4k, 4 parts: 42 and 41; 128 of
 # 4k, 2 parts: 70 and 71.
 _MOST_PARTS = 3
+# Rows of a sequence that programs work on side by side, at most. H200, 3 KV heads of 72, 64 x 4k: 74 us so, 86 in
+# order; 8 of 112, ragged 64: 187 and 205; 16 of 128: 661 and 670. But 32 of 96, 64 x 4k: 861 and 830, ragged 64: 1179
+# and 1107; of 128: 970 and 959, 1307 and 1304.
+_MOST_SIDE_BY_SIDE = 16
 
 
 class NewTokenRange(NamedTuple):
@@ -59,7 +63,7 @@ class RowCut(NamedTuple):
     BLOCK_HEADS:   query heads of such a block; the last one may have fewer
     Q_ROWS:        query heads of a row
     KEY_BLOCK:     keys of a block; in deterministic attention keys of a segment
-    ROW_COST, ROW_END: see DecodeCut
+    ROW_COST, ROW_END, SIDE_BY_SIDE: see DecodeCut
     WINDOWED:      whether there is a window
     TOKENS:        which sequences take part
     """
@@ -75,6 +79,7 @@ class RowCut(NamedTuple):
     WINDOWED: bool
     TOKENS: NewTokenRange = ONE_TOKEN
     ROW_END: int = 0
+    SIDE_BY_SIDE: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,7 @@ class DecodeCut:
     window_left:  keys before its last that a sequence sees; UNLIMITED_WINDOW: all of them
     tokens:       which sequences take part
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
+    side_by_side: whether programs work side by side, each on the same keys of a sequence's rows (decode_schedule.py)
     merge_group:  of the tiles; if it is not 0, the schedule has counters
     merge_rows:   steps of fewer rows are merged by a launch of their own
     others:       cuts of steps with other numbers of rows
@@ -102,6 +108,7 @@ class DecodeCut:
     tokens: NewTokenRange = ONE_TOKEN
     is_even: bool = False
     row_end: int = 0
+    side_by_side: bool = False
     merge_group: int = 0
     merge_rows: int = 0
     others: tuple[CutByRows, ...] = ()
@@ -112,6 +119,7 @@ class DecodeCut:
         assert self.programs >= 1
         assert 1 <= self.tokens.FEWEST <= self.tokens.MOST
         assert self.rows == 1 or self.tokens.MOST == 1
+        assert not self.side_by_side or self.tokens.MOST == 1
         assert self.tokens.OF_ROW >= 1
 
     @classmethod
@@ -132,6 +140,7 @@ class DecodeCut:
             window_left,
             is_even=not has_slots,
             row_end=tiles.row_end,
+            side_by_side=tiles.side_by_side and not has_slots,
             merge_group=0 if has_slots else tiles.merge_group,
             merge_rows=-(-programs // _MOST_PARTS) if tiles.merge_group and not has_slots else 0,
         )
@@ -177,6 +186,15 @@ class DecodeCut:
         return f"{most}" if least == most else f"{least} to {most}"
 
     @property
+    def axes(self) -> int:
+        """Axes that work lies on (decode_schedule.py): one per row of a sequence; only one if rows are many, or if more
+        axes would leave more than a sixteenth of the programs without work.
+        """
+        used = self.programs // self.rows * self.rows
+        few_idle = 16 * (self.programs - used) <= self.programs
+        return self.rows if self.side_by_side and self.rows <= _MOST_SIDE_BY_SIDE and few_idle else 1
+
+    @property
     def most_rows(self) -> int:
         """The most rows of a sequence."""
         return self.rows * -(-self.tokens.MOST // self.tokens.OF_ROW)
@@ -212,6 +230,7 @@ class DecodeCut:
             WINDOWED=self.window_left != UNLIMITED_WINDOW,
             TOKENS=self.tokens,
             ROW_END=self.row_end,
+            SIDE_BY_SIDE=self.axes > 1,
         )
 
     def partials_words(self, *, gqa_ratio: int, v_head_dim: int, tiles: DecodeTiles) -> int:

@@ -57,6 +57,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
     SEQ_KV_LEN,
     heads_of_row,
     next_row,
+    number_of_program,
     words_of_program,
     words_of_seq,
     work_at,
@@ -344,6 +345,8 @@ def _decode_kernel(
         _, _, blocks_of_row = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
         work = tl.where(kv_len < 0, 0, blocks_of_row + (R.ROW_COST + R.ROW_END))
     else:
+        if R.SIDE_BY_SIDE:
+            program = number_of_program(program, num_programs, R)
         words = words_of_program(schedule, program)
         seq, row, done, work, kv_len = work_at(words)
         if M.GROUP > 0:
@@ -513,7 +516,7 @@ def _decode_kernel(
             if M.GROUP > 0:
                 position += take
             done = 0
-            seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len)
+            seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
 
 
 def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> None:

@@ -15,6 +15,12 @@ multiple of it: then no program has the end of one row and the beginning of the 
 multiple, the difference counts as padding after it. The last of several parts of a row may have no positions for the
 row's end, and the padding is negative then.
 
+Programs may work side by side. Then each row of all sequences has an axis of its own, sequence by sequence, and all
+axes have the same number of programs. The axes follow each other, each as long as its programs' shares. So a sequence's
+rows are cut at the same keys, and programs that are launched one after the other have the same keys of all rows, and
+read their pages at the same time: launch n does not have the words of program n (number_of_program). If rows do not
+divide programs, the last programs have no work.
+
 With a window a row has only the blocks that its new tokens see. The number of new tokens decides whether a sequence
 takes part; each OF_ROW of them have rows of their own, and each row costs as much as the last one: see first_of_row.
 With kv_len 0 a row costs row_cost + row_end, so that some program writes its zeros.
@@ -49,7 +55,7 @@ PROGRAM_KV_LEN = tl.constexpr(6)
 PROGRAM_PAD = tl.constexpr(7)  # positions after each row that nothing lies at; 0 unless the cut is even
 # The words of a sequence.
 SEQ_WORDS = tl.constexpr(cuts.SEQ_WORDS)
-SEQ_PROGRAM = tl.constexpr(0)  # the program that has the position where the sequence's rows start
+SEQ_PROGRAM = tl.constexpr(0)  # the program, on its axis, that has the position where the sequence's rows start
 SEQ_OFFSET = tl.constexpr(1)  # that position, from the program's start
 SEQ_KV_LEN = tl.constexpr(2)  # -1 if it takes no part
 _COUNTER_WORDS = tl.constexpr(cuts.COUNTER_WORDS)
@@ -58,6 +64,7 @@ _SEQS_AT_ONCE = 512
 # A share may be larger by a sixteenth if all rows are alike.
 _SIXTEEN = tl.constexpr(16)
 _MOST_COST = tl.constexpr(2**31 - 1)
+_PAST_ALL = tl.constexpr(2**62)
 # Positions of a step of this total fit 32 bits, padding included.
 _FITS = tl.constexpr(2**29)
 _FEW_TOKENS = tl.constexpr(8)
@@ -121,16 +128,27 @@ def first_of_row(row, q_len, T: tl.constexpr):
 
 
 @triton.jit
-def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len):
+def number_of_program(launched, num_programs, R: tl.constexpr):
+    """The number of the program with this id, if programs work side by side."""
+    of_row = num_programs // R.ROWS
+    beside = launched % R.ROWS * of_row + launched // R.ROWS
+    return tl.where(launched < R.ROWS * of_row, beside, launched)
+
+
+@triton.jit
+def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R: tl.constexpr):
     """Sequence, row and kv_len of the row after this one; a sequence that takes no part (-1) has no row visited.
 
     work:     cost that the program still has to do; if there is none, there may be no row
     num_rows: of the sequence, if it takes part
     """
-    # A mask of kv_len < 0 would be kept in two scalar registers all through the loop over keys.
-    row = tl.maximum(row + 1, (kv_len >> 31) & num_rows)
-    seq = tl.where(row >= num_rows, seq + 1, seq)
-    row = tl.where(row >= num_rows, 0, row)
+    if R.SIDE_BY_SIDE:
+        seq += 1
+    else:
+        # A mask of kv_len < 0 would be kept in two scalar registers all through the loop over keys.
+        row = tl.maximum(row + 1, (kv_len >> 31) & num_rows)
+        seq = tl.where(row >= num_rows, seq + 1, seq)
+        row = tl.where(row >= num_rows, 0, row)
     words = words_of_seq(schedule, num_programs, seq)
     return seq, row, tl.load(words + SEQ_KV_LEN, mask=work > 0, other=-1)
 
@@ -138,11 +156,13 @@ def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len):
 class ScheduleGeometry(NamedTuple):
     """The values that the schedule kernel is compiled for: a DecodeCut without its programs.
 
-    ROWS:      rows of a sequence
+    AXES:      as many as a sequence has rows, if programs work side by side; else one
+    ROWS:      rows of a sequence on an axis
     SEQS:      sequences of one iteration
     COUNTERS:  whether there are counters
     """
 
+    AXES: int
     ROWS: int
     KEY_BLOCK: int
     ROW_COST: int
@@ -156,7 +176,7 @@ class ScheduleGeometry(NamedTuple):
 
 @triton.jit
 def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
-    """Each sequence's rows, the cost of one of them, and its kv_len or -1."""
+    """Each sequence's rows on an axis, the cost of one of them, and its kv_len or -1."""
     T: tl.constexpr = G.TOKENS
     inside = seq < num_seqs
     first_token = tl.load(q_indptr + seq, mask=inside, other=0)
@@ -209,6 +229,7 @@ def _schedule_kernel(
     SEQS: tl.constexpr = G.SEQS
     program = tl.program_id(0)
     lane = tl.arange(0, SEQS)
+    of_axis = num_programs // G.AXES
 
     total = tl.full([], 0, tl.int64)
     longest = 0
@@ -219,11 +240,15 @@ def _schedule_kernel(
         if G.IS_EVEN:
             longest = tl.maximum(longest, tl.max(tl.where(length < 0, 0, cost_of_row), 0))
             shortest = tl.minimum(shortest, tl.min(tl.where(length < 0, _MOST_COST, cost_of_row), 0))
-    share = tl.maximum(_quotient(total + num_programs - 1, num_programs, total), 1)
+    share = tl.maximum(_quotient(total + of_axis - 1, of_axis, total), 1)
     pad = 0
     if G.IS_EVEN:
         share, pad = _even_share(share, shortest, longest, G.ROW_END)
-    start = program.to(tl.int64) * share
+    axis = program // of_axis
+    # The position where the program begins on its axis; programs that are left over begin past all work.
+    start = (program - axis * of_axis).to(tl.int64) * share
+    if G.AXES > 1:
+        start = tl.where(axis < G.AXES, start, _PAST_ALL)
 
     # The sequence whose positions contain `start`: the number of sequences that end at or before it.
     seq = 0
@@ -259,7 +284,7 @@ def _schedule_kernel(
 
     words = words_of_program(schedule, program)
     tl.store(words + PROGRAM_SEQ, tl.minimum(seq, num_seqs))
-    tl.store(words + PROGRAM_ROW, row)
+    tl.store(words + PROGRAM_ROW, row if G.AXES == 1 else axis)
     tl.store(words + PROGRAM_DONE, start - row_start)
     tl.store(words + PROGRAM_WORK, work)
     tl.store(words + PROGRAM_SHARE, share)
@@ -291,7 +316,8 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
         cut.programs,
         cut.window_left,
         G=ScheduleGeometry(
-            cut.rows,
+            cut.axes,
+            cut.rows // cut.axes,
             cut.key_block,
             cut.row_cost,
             cut.row_end,

@@ -152,10 +152,12 @@ def _merge_kernel(
         share = tl.load(schedule + PROGRAM_SHARE)
         _, _, num_blocks = visible_blocks(tl.load(seq_words + SEQ_KV_LEN), window_left, R.KEY_BLOCK, R.WINDOWED)
         row_size = num_blocks + (R.ROW_COST + R.ROW_END) + tl.load(schedule + PROGRAM_PAD)
-        # Counted from the start of the program in which the sequence's rows start.
+        # Counted from the start of the program, on its axis, in which the sequence's rows start.
         first_position = tl.load(seq_words + SEQ_OFFSET) + R.ROW_COST
         first_program = tl.load(seq_words + SEQ_PROGRAM)
-        if T.MOST > 1 or R.ROWS >= 4 * R.KEY_BLOCK:
+        if R.SIDE_BY_SIDE:
+            first_program += row * (num_programs // R.ROWS)
+        elif T.MOST > 1 or R.ROWS >= 4 * R.KEY_BLOCK:
             # A sequence of 2^28 tokens may have as many positions.
             first_position += row.to(tl.int64) * row_size
         else:

@@ -63,6 +63,7 @@ class DecodeTiles:
     max_registers:    registers of a thread that NVIDIA's compiler may take; 0: its own choice
     early:            whether launches may begin while the one before still runs, and wait on the device for its end
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)
+    side_by_side:     whether programs work side by side, each on the same keys of a sequence's rows (DecodeCut)
     merge_group:      parts of a row that the program that ends last with them adds up, and then results of this many
                       groups (merge_within.py); 0: a launch of its own adds up all
     """
@@ -81,6 +82,7 @@ class DecodeTiles:
     dim_block: int = 0
     max_registers: int = 0
     early: bool = False
+    side_by_side: bool = False
     merge_group: int = 0
 
     def columns(self, dim: int) -> int:

@@ -151,6 +151,7 @@ def _values_of(job: TuneJob) -> Iterator[tuple[str, tuple[object, ...]]]:
         yield "heads_per_row", _heads_at_once(problem)
         yield "row_cost", (1, 2, 4)
         yield "row_end", (0, 1)
+        yield "side_by_side", (False, True)
         if codes_of(problem) is not CodeKind.NONE:
             yield "paired", (False, True)
     elif isinstance(tiles, ExtendTiles):

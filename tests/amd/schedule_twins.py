@@ -17,13 +17,14 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
     those that align the first counter, which the kernel does not write.
     """
     fewest, most, of_row = cut.tokens
-    rows_of = [cut.rows * -(-new // of_row) if fewest <= new <= most else 0 for new in q_len]
+    of_axis = cut.programs // cut.axes
+    rows_of = [cut.rows // cut.axes * -(-new // of_row) if fewest <= new <= most else 0 for new in q_len]
     costs = [
         len(visible_blocks(length, cut)) + cut.row_cost + cut.row_end
         for length, num_rows in zip(kv_len, rows_of, strict=True)
         for _ in range(num_rows)
     ]
-    share, pad = max(-(-sum(costs) // cut.programs), 1), 0
+    share, pad = max(-(-sum(costs) // of_axis), 1), 0
     if cut.is_even and (even := _even_share(costs, share, cut.row_end)) is not None:
         share, pad = even
     rows: list[tuple[int, int]] = []
@@ -38,16 +39,16 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
             position += len(visible_blocks(length, cut)) + cut.row_cost + cut.row_end + pad
     words: list[int] = []
     for program in range(cut.programs):
-        start = program * share
+        axis, start = program // of_axis, program % of_axis * share
         index = bisect_right(starts, start) - 1
         end = starts[index] + costs[index] if pad > 0 else position
-        if start >= min(end, position):
+        if axis >= cut.axes or start >= min(end, position):
             words += [0, 0, 0, 0, share, 0, 0, 0]
             continue
         seq, row = rows[index]
         work = min(share, end - start)
         low_word, _ = _halves(starts[index])
-        words += [seq, row, start - starts[index], work, share, low_word, kv_len[seq], pad]
+        words += [seq, max(row, axis), start - starts[index], work, share, low_word, kv_len[seq], pad]
     words += words_of_seqs
     return words + [0] * (cut.words(len(kv_len)) - len(words))
 

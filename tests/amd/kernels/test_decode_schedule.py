@@ -8,11 +8,13 @@ from functools import cached_property
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule, number_of_program
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from tests.amd.kernels.attention_cases import GARBAGE, queries_of
 from tests.amd.schedule_twins import decode_schedule, visible_blocks
@@ -72,7 +74,8 @@ def batches(draw: st.DrawFn) -> Batch:
     lengths = st.just(longest) if draw(st.booleans()) else st.integers(0, longest)
     seqs = draw(st.lists(st.tuples(lengths, st.sampled_from([1, 1, 1, 0, 2])), max_size=20))
     row_cost, row_end = draw(st.integers(0, 4)), draw(st.integers(0, 2))
-    tiles = replace(TILES, row_cost=row_cost, row_end=row_end, head_blocks=draw(st.integers(1, 2)))
+    head_blocks, beside = draw(st.integers(1, 2)), draw(st.booleans())
+    tiles = replace(TILES, row_cost=row_cost, row_end=row_end, head_blocks=head_blocks, side_by_side=beside)
     return Batch(
         [length for length, _ in seqs],
         [new for _, new in seqs],
@@ -101,6 +104,9 @@ def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
         if length == 0 and done == 0:
             visits.append(((seq, row), 0, 0))
         work, done = work - take, 0
+        if batch.cut.axes > 1:
+            seq += 1
+            continue
         row = rows_per_seq if length < 0 else row + 1
         if row == rows_per_seq:
             seq, row = seq + 1, 0
@@ -153,7 +159,8 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
         return [program + before for before in range(offset // share, (offset + num_blocks - 1) // share + 1)]
 
     for (seq, row_of_seq), programs in programs_of.items():
-        apart = batch.blocks_of(seq) + row_cost + batch.tiles.row_end + pad
+        of_axis = batch.num_programs // batch.cut.axes
+        apart = batch.blocks_of(seq) + row_cost + batch.tiles.row_end + pad if batch.cut.axes == 1 else of_axis * share
         program, offset, _ = words[8 * batch.num_programs + 3 * seq :][:3]
         assert holders(program, offset + row_of_seq * apart + row_cost, batch.blocks_of(seq)) == programs
 
@@ -170,9 +177,12 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
 @settings(max_examples=60)
 @given(batches())
 def test_no_program_has_more_work_than_another_but_for_the_last_ones(batch: Batch) -> None:
-    work, share, pad = batch.words[3 : 8 * batch.num_programs : 8], batch.words[4], batch.words[7]
-    assert max(work) <= share
-    if pad == 0:
+    all_work = batch.words[3 : 8 * batch.num_programs : 8]
+    share, pad, of_axis = batch.words[4], batch.words[7], batch.num_programs // batch.cut.axes
+    assert max(all_work) <= share
+    assert not any(all_work[batch.cut.axes * of_axis :])
+    for axis in range(batch.cut.axes if pad == 0 else 0):
+        work = all_work[axis * of_axis : (axis + 1) * of_axis]
         used = -(-sum(work) // share)
         assert all(amount == share for amount in work[: max(used - 1, 0)])
         assert all(amount == 0 for amount in work[used:])
@@ -200,6 +210,7 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("window_left", [-1, 0, 40])
+@pytest.mark.parametrize("side_by_side", [False, True])
 @pytest.mark.parametrize(
     ("num_seqs", "longest", "num_programs", "num_kv_heads"),
     [(1, 5000, 7, 1), (1, 5000, 60, 8), (5, 3, 9, 2), (20, 300, 13, 5), (600, 100, 3, 1), (4096, 9000, 3, 8)],
@@ -209,6 +220,7 @@ def test_the_device_writes_the_words_of_the_host_twin(
     longest: int,
     num_programs: int,
     num_kv_heads: int,
+    side_by_side: bool,
     window_left: int,
     kernel_device: torch.device,
 ) -> None:
@@ -216,15 +228,17 @@ def test_the_device_writes_the_words_of_the_host_twin(
     kv_len = [draw.randrange(longest + 1) for _ in range(num_seqs)]
     q_len = [draw.choice([1, 1, 1, 0, 7]) for _ in range(num_seqs)]
     q_len[0] = 1
-    batch = Batch(kv_len, q_len, num_kv_heads, num_programs, TILES, window_left)
+    tiles = replace(TILES, side_by_side=side_by_side)
+    batch = Batch(kv_len, q_len, num_kv_heads, num_programs, tiles, window_left)
     device_words(batch, kernel_device)
 
 
+@pytest.mark.parametrize("side_by_side", [False, True])
 @pytest.mark.parametrize("last", [1 << 25, (1 << 25) - 16])
-def test_positions_of_a_step_may_exceed_32_bits(last: int, kernel_device: torch.device) -> None:
+def test_positions_of_a_step_may_exceed_32_bits(last: int, side_by_side: bool, kernel_device: torch.device) -> None:
     """The last sequence's length decides whether rows are alike. Sums in 32 bits gave programs no work."""
     kv_len = [1 << 25] * 63 + [last]
-    batch = Batch(kv_len, [1] * 64, 16, 304, TILES)
+    batch = Batch(kv_len, [1] * 64, 16, 304, replace(TILES, side_by_side=side_by_side))
     assert sum(map(batch.blocks_of, range(64))) * 16 > 2**31 - 32
     device_words(batch, kernel_device)
 
@@ -285,6 +299,64 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     assert {end - first for visit in visits for _, first, end in visit} == blocks
     assert sum(map(len, visits)) == 2 * 4 * 4
     assert max(map(len, visits)) == 1
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    ("kv_len", "num_programs", "is_beside"),
+    # Four rows per sequence: equal parts, and padded ones; different rows, with idle programs and without; too few
+    # programs for a sequence's rows.
+    [
+        ([4096] * 2, 33, True),
+        ([4080] * 2, 33, True),
+        ([4096] * 7 + [90], 132, True),
+        ([100, 0, 4096, 7, 513, 4000], 67, True),
+        ([4096] * 8, 8, True),
+        ([4096, 5, 90], 3, False),
+    ],
+    ids=str,
+)
+def test_programs_beside_each_other_have_the_same_keys_of_a_sequences_rows(
+    kv_len: list[int], num_programs: int, is_beside: bool, kernel_device: torch.device
+) -> None:
+    tiles = replace(TILES, row_cost=0, row_end=2, heads_per_row=2, side_by_side=True)
+    batch = Batch(kv_len, [1] * len(kv_len), 8, num_programs, tiles)
+    device_words(batch, kernel_device)
+    assert (batch.cut.axes == 4) == is_beside
+    of_row = num_programs // 4
+    for first in range(of_row if is_beside else 0):
+        # The programs with ids 4 * first to 4 * first + 3, as in number_of_program.
+        beside = [walk(batch, row * of_row + first) for row in range(4)]
+        for row, visits in enumerate(beside):
+            assert visits == [((seq, row), start, end) for (seq, _), start, end in beside[0]]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _numbers_of_programs(out, num_programs, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    launched = tl.program_id(0)
+    tl.store(out + launched, number_of_program(launched, num_programs, R))
+
+
+@pytest.mark.parametrize("num_programs", [4, 19, 20])
+def test_programs_that_are_launched_after_each_other_have_the_same_place_on_each_axis(
+    num_programs: int, kernel_device: torch.device
+) -> None:
+    cut = DecodeCut.of(TILES, num_kv_heads=4, programs=num_programs, window_left=-1)
+    out = torch.full((num_programs,), -1, dtype=torch.int32, device=kernel_device)
+    _numbers_of_programs[(num_programs,)](out, num_programs, R=cut.row_cut(TILES, 1))
+    of_row = num_programs // 4
+    beside = [row * of_row + first for first in range(of_row) for row in range(4)]
+    assert out.tolist() == beside + list(range(4 * of_row, num_programs))
+
+
+@pytest.mark.parametrize(
+    ("rows", "programs", "axes"), [(8, 264, 8), (16, 264, 16), (20, 264, 1), (8, 7, 1), (12, 130, 1)]
+)
+def test_programs_work_side_by_side_on_few_rows_if_few_are_left_without_work(
+    rows: int, programs: int, axes: int
+) -> None:
+    tiles = replace(TILES, side_by_side=True)
+    assert DecodeCut.of(tiles, num_kv_heads=rows, programs=programs, window_left=-1).axes == axes
 
 
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7])

@@ -40,9 +40,9 @@ CASES: dict[str, tuple[Case, DecodeTiles, int]] = {
     "many_columns": (replace(RAGGED, dims=(40, 160)), TILES, 6),
     "equal_blocks": (replace(RAGGED, dims=(96, 80)), replace(TILES, dim_block=32), 6),
     "window": (replace(LONG, window_left=700), TILES, 30),
-    "no_cost_of_starts": (
+    "beside_each_other": (
         Case(kv_len=[320] * 2, q_len=[1] * 2, heads=(8, 4), dims=(16, 16)),
-        replace(TILES, row_cost=0, row_end=2),
+        replace(TILES, row_cost=0, row_end=2, side_by_side=True),
         20,
     ),
     "one_group": (replace(LONG, kv_len=[224]), TILES, 8),

@@ -235,7 +235,7 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     ],
 )
 @pytest.mark.parametrize("merge_group", [0, 8])
-def test_rows_whose_start_costs_nothing_are_merged_right(
+def test_rows_of_programs_that_work_side_by_side_are_merged_right(
     kv_len: list[int], num_programs: int, is_by_row: bool, merge_group: int, kernel_device: torch.device
 ) -> None:
     """Four rows per sequence: equal parts and different ones, whole rows, and idle programs. There may be more
@@ -244,7 +244,7 @@ def test_rows_whose_start_costs_nothing_are_merged_right(
     case = Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(8, 4), dims=(16, 16))
     assert merge_shape(len(kv_len) * 4, num_programs, 2, 16).by_row == is_by_row
     tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2)
-    tiles = replace(tiles, merge_group=merge_group)
+    tiles = replace(tiles, side_by_side=True, merge_group=merge_group)
     assert_serves(run_decode, case, kernel_device, num_programs=num_programs, tiles=tiles)
 
 

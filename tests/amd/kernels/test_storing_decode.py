@@ -36,7 +36,7 @@ TILES = [
     DecodeTiles(key_block=32, num_warps=4, num_stages=2, programs_per_cu=1, heads_per_row=2),
     DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, head_blocks=2),
     DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2),
-    DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=7),
+    DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=7, side_by_side=True),
 ]
 
 

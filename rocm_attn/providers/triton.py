@@ -97,6 +97,10 @@ _MOST_NOT_FILLED = 512
 # 14; of 96: 19 and 17; of 128, 8 x 5 of 2053: 28 and 26, 64 x 5: 167 and 167, 1 x 8 of 4104: 16 and 14; 24 x 8 of 112,
 # 64 x 5: 185 and 160; 16 x 8 of 256, 1 x 5: 33 and 29, 64 x 5: 312 and 331; 16 x 4 of 256, 1 x 8: 22 and 15.
 _ROWS_BEFORE_HOPPER = {64: 32, 96: 16}
+# The same in layers with windows. 32 x 8 heads of 128, 64 x 5 of 2505, windows of 512: 44 and 51; of 1024: 77 and 83;
+# of 4096: 162 and 167; 16 x 8 of 1032: 15 and 19; 29 and 27; 29 and 28. 16 x 8 of 256, 64 x 5: 77 and 96; 138 and 158;
+# but 8 x 16 of 2064: 24 and 22; 40 and 31.
+_ROWS_IN_WINDOWS = {192: 64, 256: 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +321,8 @@ def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_
 
 def _rows_before_hopper(problem: Problem, target: Target) -> Iterator[ExtendTileChoice]:
     """The rows of paged extend that serve steps in place of Hopper's kernel."""
-    most = next((rows for head_dim, rows in _ROWS_BEFORE_HOPPER.items() if problem.head_dim <= head_dim), 0)
+    rows_of_dims = _ROWS_BEFORE_HOPPER if problem.window_left == UNLIMITED_WINDOW else _ROWS_IN_WINDOWS
+    most = next((rows for head_dim, rows in rows_of_dims.items() if problem.head_dim <= head_dim), 0)
     served = problem.gqa_ratio - 1
     for row in extend_choices_of(problem, target)[:-1]:
         if served < most:

@@ -110,10 +110,18 @@ def test_hoppers_kernel_takes_few_tokens_over_codes_too(scales: Scales) -> None:
     assert isinstance(chosen(coded, on(TRITONS[0])).kernel(StepKind.EXTEND).bound, HopperExtend)
 
 
-@pytest.mark.parametrize(("dim", "most"), [(48, 32), (64, 32), (72, 16), (96, 16), (112, 0), (128, 0), (256, 0)])
+@pytest.mark.parametrize(
+    ("dim", "window_left", "most"),
+    [
+        *((dim, -1, most) for dim, most in {48: 32, 64: 32, 72: 16, 96: 16, 112: 0, 128: 0, 256: 0}.items()),
+        *((dim, 1023, most) for dim, most in {64: 64, 128: 64, 192: 64, 256: 16}.items()),
+    ],
+)
 @pytest.mark.parametrize("ratio", [1, 4, 24])
-def test_sequences_with_few_rows_are_the_plain_kernels_where_heads_are_narrow(dim: int, most: int, ratio: int) -> None:
-    layer = replace(LAYER, **of_dim(dim, num_kv_heads=2, num_q_heads=2 * ratio))
+def test_sequences_with_few_rows_are_the_plain_kernels_where_heads_are_narrow_or_windows_short(
+    dim: int, window_left: int, most: int, ratio: int
+) -> None:
+    layer = replace(LAYER, **of_dim(dim, num_kv_heads=2, num_q_heads=2 * ratio, window_left=window_left))
     extend = chosen(layer, on(TRITONS[0])).kernel(StepKind.EXTEND).bound
     served = {
         num_tokens: serving(extend, PaddedShape(StepKind.EXTEND, 16, 16 * num_tokens)) for num_tokens in range(1, 70)

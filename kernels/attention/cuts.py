@@ -95,6 +95,7 @@ class DecodeCut:
     tokens:       which sequences take part
     is_even:      whether rows that are alike are cut alike (decode_schedule.py)
     side_by_side: whether programs work side by side, each on the same keys of a sequence's rows (decode_schedule.py)
+    whole_blocks: of the tiles; only if is_even
     merge_group:  of the tiles; if it is not 0, the schedule has counters
     merge_rows:   steps of fewer rows are merged by a launch of their own
     others:       cuts of steps with other numbers of rows
@@ -109,6 +110,7 @@ class DecodeCut:
     is_even: bool = False
     row_end: int = 0
     side_by_side: bool = False
+    whole_blocks: int = 0
     merge_group: int = 0
     merge_rows: int = 0
     others: tuple[CutByRows, ...] = ()
@@ -141,6 +143,7 @@ class DecodeCut:
             is_even=not has_slots,
             row_end=tiles.row_end,
             side_by_side=tiles.side_by_side and not has_slots,
+            whole_blocks=0 if has_slots else tiles.whole_blocks,
             merge_group=0 if has_slots else tiles.merge_group,
             merge_rows=-(-programs // _MOST_PARTS) if tiles.merge_group and not has_slots else 0,
         )

@@ -169,6 +169,7 @@ class ScheduleGeometry(NamedTuple):
     ROW_END: int
     WINDOWED: bool
     IS_EVEN: bool
+    WHOLE_BLOCKS: int
     SEQS: int
     TOKENS: NewTokenRange
     COUNTERS: bool
@@ -243,6 +244,7 @@ def _schedule_kernel(
     share = tl.maximum(_quotient(total + of_axis - 1, of_axis, total), 1)
     pad = 0
     if G.IS_EVEN:
+        share = tl.maximum(share, tl.where(longest <= G.WHOLE_BLOCKS + G.ROW_COST + G.ROW_END, longest, 0))
         share, pad = _even_share(share, shortest, longest, G.ROW_END)
     axis = program // of_axis
     # The position where the program begins on its axis; programs that are left over begin past all work.
@@ -323,6 +325,7 @@ def launch_decode_schedule(queries: Queries, schedule: Tensor, cut: DecodeCut) -
             cut.row_end,
             cut.window_left != UNLIMITED_WINDOW,
             cut.is_even,
+            cut.whole_blocks,
             _SEQS_AT_ONCE,
             cut.tokens,
             cut.merge_group > 0,

@@ -25,6 +25,8 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
         for _ in range(num_rows)
     ]
     share, pad = max(-(-sum(costs) // of_axis), 1), 0
+    if max(costs, default=0) <= cut.whole_blocks + cut.row_cost + cut.row_end:
+        share = max(share, *costs, 1)
     if cut.is_even and (even := _even_share(costs, share, cut.row_end)) is not None:
         share, pad = even
     rows: list[tuple[int, int]] = []

@@ -74,8 +74,9 @@ def batches(draw: st.DrawFn) -> Batch:
     lengths = st.just(longest) if draw(st.booleans()) else st.integers(0, longest)
     seqs = draw(st.lists(st.tuples(lengths, st.sampled_from([1, 1, 1, 0, 2])), max_size=20))
     row_cost, row_end = draw(st.integers(0, 4)), draw(st.integers(0, 2))
-    head_blocks, beside = draw(st.integers(1, 2)), draw(st.booleans())
+    head_blocks, beside, whole = draw(st.integers(1, 2)), draw(st.booleans()), draw(st.integers(0, 3))
     tiles = replace(TILES, row_cost=row_cost, row_end=row_end, head_blocks=head_blocks, side_by_side=beside)
+    tiles = replace(tiles, whole_blocks=whole)
     return Batch(
         [length for length, _ in seqs],
         [new for _, new in seqs],
@@ -299,6 +300,19 @@ def test_equal_parts_have_as_many_blocks_where_the_start_of_a_row_costs_nothing(
     assert {end - first for visit in visits for _, first, end in visit} == blocks
     assert sum(map(len, visits)) == 2 * 4 * 4
     assert max(map(len, visits)) == 1
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize(("longest", "num_parts"), [(32, 1), (33, 3)])
+def test_rows_of_few_blocks_have_a_program_each(
+    longest: int, num_parts: int, side_by_side: bool, kernel_device: torch.device
+) -> None:
+    """Blocks have 16 keys. The longest row decides, since programs have equal shares."""
+    tiles = replace(TILES, row_cost=1, row_end=1, side_by_side=side_by_side, whole_blocks=2)
+    batch = Batch([20, longest, 0], [1] * 3, 4, 64, tiles)
+    device_words(batch, kernel_device)
+    visits = Counter(row for program in range(64) for row, _, _ in walk(batch, program))
+    assert {visits[1, row] for row in range(4)} == {num_parts}
 
 
 @pytest.mark.fast(1)

@@ -355,10 +355,6 @@ class AttentionHooks:
         self._chosen = projected.q.new_empty((projected.q.shape[0], 0), dtype=torch.int32)
         return self._chosen
 
-    def support_triton(self) -> bool:
-        """True if SGLang may run Triton kernels of its own in addition to ours."""
-        return self._device.type == "cuda"
-
     def _run(
         self,
         q: Tensor,

@@ -81,10 +81,6 @@ class Answers(AttentionBackend):
         return [16, 32, 64, 128]
 
     @classmethod
-    def supports_block_size(cls, block_size: int | None) -> bool:
-        return block_size is None or block_size % 16 == 0
-
-    @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
 

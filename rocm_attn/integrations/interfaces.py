@@ -71,6 +71,8 @@ def used(engine: str, folder: Path = _HERE) -> Uses:
                 uses.names.add(node.name)
             elif isinstance(node, ast.ClassDef):
                 uses.names.update(each.target.id for each in node.body if is_field(each))  # type: ignore[attr-defined]
+                assigned = (target for each in node.body if isinstance(each, ast.Assign) for target in each.targets)
+                uses.names.update(target.id for target in assigned if isinstance(target, ast.Name))
         uses.paths.update(imported.values())
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from sglang.kernels.ops.quantization.fp8_kernel import is_fp8_fnuz
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -92,6 +93,11 @@ def serving_of(runner: Any) -> Serving:
         raise Unsupported("a unified KV pool is not served, because its table holds virtual slots")
     if hasattr(runner.token_to_kv_pool, "get_index_k_with_scale_buffer"):
         _check_sparse(runner)
+    if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
+        raise Unsupported(
+            "SGLANG_ENABLE_METADATA_GLUE_GRAPH is set, with which SGLang replays its preparations of a step from a "
+            "graph, and ours are made on the host: no step would be begun; leave it out"
+        )
     if get_exec().dllm.dllm_algorithm is not None:
         raise Unsupported("diffusion models, which rewrite a block of tokens, are not served (--dllm-algorithm)")
     # Models that draft blocks get K and V of a prompt from the target's layers, and see none of their own.

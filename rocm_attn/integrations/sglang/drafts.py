@@ -121,9 +121,6 @@ class DraftSteps:
         for backend in self.attn_backends:
             backend.fill(None)
 
-    def on_after_cuda_graph_warmup(self) -> None:
-        """Does nothing: the warmup changed nothing."""
-
     def _write_branches(self, batch: ForwardBatchView) -> None:
         if self._branches is not None:
             count = batch.batch_size

@@ -331,7 +331,7 @@ class AttentionHooks:
         """Returns a layer's attention in a step of any kind: [T, q_heads * v_head_dim]."""
         return self._run(q, k, v, layer, forward_batch, save_kv_cache, more)
 
-    forward_decode = forward_mixed = forward_extend
+    forward_decode = forward_extend
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: ForwardBatchView) -> AttentionHooks:
         """Returns the backend that selects a layer's keys. SGLang's wrappers of backends forward to the batch's."""
@@ -354,10 +354,6 @@ class AttentionHooks:
         self.attention.layers.select(place, projected.q[:tokens], projected.gates[:tokens])
         self._chosen = projected.q.new_empty((projected.q.shape[0], 0), dtype=torch.int32)
         return self._chosen
-
-    def support_triton(self) -> bool:
-        """True if SGLang may run Triton kernels of its own in addition to ours."""
-        return self._device.type == "cuda"
 
     def _run(
         self,

@@ -81,10 +81,6 @@ class Answers(AttentionBackend):
         return [16, 32, 64, 128]
 
     @classmethod
-    def supports_block_size(cls, block_size: int | None) -> bool:
-        return block_size is None or block_size % 16 == 0
-
-    @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
 
@@ -275,10 +271,7 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
         self.loads.count += 1
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
-        """Stores K and V of tokens that are in no step: vLLM's proposer of block drafts makes them of hidden states.
-
-        Raises WrongState before the first step.
-        """
+        """Stores K and V of tokens that are in no step: vLLM's proposer of block drafts makes them of hidden states."""
         if not isinstance(self.group, KVGroup):
             raise WrongState(f"vLLM stores K and V of {layer.layer_name} before it has a builder of its own")
         self.group.store_to(layer.layer_name, kv_cache, key, value, slots)

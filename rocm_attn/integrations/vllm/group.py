@@ -32,6 +32,7 @@ from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.adopted_pages import EnginePages
+from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.kernels import choose_kernels
@@ -285,12 +286,25 @@ class KVGroup:
         self.store_to(name, kv_cache, k[: step.num_tokens], v[: step.num_tokens], step.slots)
 
     def store_to(self, name: str, kv_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Writes K and V of any tokens to slots, which are compared with no table. Raises WrongState before a step.
+        """Writes K and V of any tokens to slots, which are compared with no table.
 
         k, v:  [n or more, kv_heads, head_dim | v_head_dim]
         slots: int32 or int64 [n]; -1, or one in block 0: this token is not stored
         """
+        if self._attention is None:
+            self._begin_nothing()
         store_at_slots(self.attention, self._bound_to(name, kv_cache), k, v, slots)
+
+    def _begin_nothing(self) -> None:
+        """Begins a step without a sequence, over a table of our own, for what is stored before vLLM's first step.
+
+        vLLM's runner V2 stores a prompt's K and V for a head that drafts blocks before it builds the head's metadata.
+        """
+        width = num_pages(self._sizes.kv_len, next(iter(self._layers.values())).problem.page_size)
+        with torch.inference_mode(False):
+            table = torch.zeros(self._sizes.num_seqs, width, dtype=torch.int32, device=self._device)
+            none = torch.zeros(2, dtype=torch.int32, device=self._device)
+        self.begin(CommonMetadata(none, none[:1], 0, 0, 1, 1, table, none[:0], True))
 
     def _slots(self, common: CommonMetadata, shape: ReplayShape) -> Tensor | None:
         """Returns the slots of a step's new tokens, or None if slots are not used or the step has no token."""

@@ -17,7 +17,7 @@ from tests.amd.engines.models import model
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
 from tests.amd.engines.vllm_runs import VLLM, VllmVenv
-from tests.amd.engines.vllm_text import CHANGED_HOST_MEMORY, EMBEDDINGS, Answer, Run
+from tests.amd.engines.vllm_text import CHANGED_HOST_MEMORY, EMBEDDINGS, SECOND_RUNNER, Answer, Run
 
 # The only block size that vLLM's own CPU backend reads.
 STOCK_BLOCK = 32
@@ -290,6 +290,17 @@ def test_blocks_of_drafts_that_see_each_other_are_vllms_own(vllm: VllmVenv, tmp_
     assert_equal([ours], stock)
     assert len({tuple(drafted) for step in stock.drafts for drafted in step}) > 50
     assert ours.drafts == stock.drafts
+
+
+@pytest.mark.nightly
+def test_the_second_runner_gives_the_tokens_of_the_first(vllm: VllmVenv, tmp_path: Path) -> None:
+    """vLLM 0.33 takes runner V2 by default. A head that drafts blocks stores prompts there before it has had a step."""
+    drafts = {"method": "dflash", "model": str(vllm_model("block_drafts", vllm.folder)), "num_speculative_tokens": 4}
+    requested = [run(vllm, "gemma3", 6), run(vllm, "vllm_llama", 6, speculative_config=drafts)]
+    ours = vllm.ours(requested, tmp_path, release="0.33.0", more=SECOND_RUNNER)
+    assert "Using V2 Model Runner" in (tmp_path / "log").read_text()
+    for answer, stock in zip(ours, vllm.stock(requested, tmp_path), strict=True):
+        assert_equal([answer], stock)
 
 
 @pytest.mark.nightly

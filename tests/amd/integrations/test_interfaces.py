@@ -34,6 +34,8 @@ class Ours(Backend[int]):
     def forward(self, query, metadata):
         return layers(self.config), size_of(query).width, metadata.lengths, self.config.parallel.size, Config
 
+    decode = extend = forward
+
 def is_on():
     return vllm.switches.IS_ON
 """
@@ -68,6 +70,8 @@ class Base(ABC):
 class Backend(Base):
     def __init__(self, config: Config):
         self.config = config
+
+    def extend(self, query): ...
 
     def unused(self, query): ...
 """,
@@ -105,6 +109,7 @@ def test_the_interfaces_are_those_that_our_source_names_and_no_others(tested: In
         "vllm.backend.Backend": ["base class"],
         "vllm.backend.Backend.__init__": ["function", "self", "config"],
         "vllm.backend.Backend.config": ["value"],
+        "vllm.backend.Backend.extend": ["function", "self", "query"],
         "vllm.backend.Backend.forward": ["function", "self", "query", "metadata"],
         "vllm.backend.Backend.forward.metadata.lengths": ["field", "list[int]"],
         "vllm.calls.layers": ["function", "config", "kind=None"],

@@ -57,12 +57,16 @@ class Server:
         self.disaggregation = "null"
         self.is_hisparse = False
         self.dllm: str | None = None
+        self.has_glue = False
         self.chunk, self.has_radix_cache = 8192, True
 
     def modules(self) -> dict[str, dict[str, Any]]:
         """Returns the values of SGLang's modules by their names."""
         return {
             "sglang": {"__version__": "0.5.23"},
+            "sglang.srt.environ": {
+                "envs": SimpleNamespace(SGLANG_ENABLE_METADATA_GLUE_GRAPH=SimpleNamespace(get=lambda: self.has_glue))
+            },
             "sglang.srt.layers.attention.base_attn_backend": {
                 "AttentionBackend": AttentionBackend,
                 "SharedReadEnds": SharedReadEnds,
@@ -174,6 +178,9 @@ def test_what_a_server_may_ask_for_and_no_kernel_serves_is_refused(server: Serve
     server.dllm = "LowConfidence"
     runner.kv_index_translator.is_translating = False
     with pytest.raises(Unsupported, match="diffusion models, which rewrite a block of tokens, are not served"):
+        backend.create(runner)
+    server.has_glue = True
+    with pytest.raises(Unsupported, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH is set"):
         backend.create(runner)
     server.parallel.enable_prefill_cp = True
     with pytest.raises(Unsupported, match="leave --enable-prefill-cp out"):

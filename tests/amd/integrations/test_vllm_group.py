@@ -14,7 +14,7 @@ from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
-from tests.amd.integrations.vllm_runner import HEADS, MAX_LEN, MAX_SEQS, MAX_TOKENS, TERMS, Runner
+from tests.amd.integrations.vllm_runner import HEADS, KV_HEADS, MAX_LEN, MAX_SEQS, MAX_TOKENS, TERMS, Runner
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -73,6 +73,19 @@ def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too
     sinks.copy_(torch.linspace(2, -2, HEADS))  # weights in kernel format arrive this way, without a call
     runner.step([1, 3, 1])
     graph.run([1, 1, 1])
+
+
+def test_what_is_stored_before_the_first_step_leaves_steps_and_graphs_right(
+    device: torch.device, provider: str
+) -> None:
+    runner = Runner(device=device, provider=provider)
+    (layer,), rows = runner.layers, torch.ones(2, KV_HEADS, runner.dim, device=device)
+    slots = torch.tensor([runner.block_size, -1], device=device)
+    runner.groups[0].store_to(layer.name, layer.kv_cache, rows, rows, slots)
+    assert layer.kv_cache[1, :, 0].eq(1).all()
+    started(runner)
+    runner.capture(4, 4, 1).run([1, 1, 1])
+    runner.groups[0].attention.check_device()
 
 
 def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.device, provider: str) -> None:

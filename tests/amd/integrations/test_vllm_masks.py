@@ -232,21 +232,28 @@ def test_heads_have_scales_of_their_own_if_vllm_has_loaded_such(scale: Any, shar
     assert problem_of(ours, gqa_layer(ours.RocmAttnImpl, 2, **terms)).kv_scales is shared
 
 
-def test_k_and_v_of_tokens_outside_of_steps_are_stored_in_their_slots(ours: Any) -> None:
-    """A head that drafts blocks makes them of the model's hidden states; a slot of -1 is of a rejected token."""
+@pytest.mark.parametrize("has_step", [True, False])
+def test_k_and_v_of_tokens_outside_of_steps_are_stored_in_their_slots(has_step: bool, ours: Any) -> None:
+    """A head that drafts blocks makes them of the model's hidden states; a slot of -1 is of a rejected token.
+
+    vLLM's runner V2 does so before the head's first step, which has a table of another address.
+    """
     layer = gqa_layer(ours.RocmAttnImpl)
     k, v, slots = torch.full((3, 1, DIM), 2.0), torch.full((3, 1, DIM), 3.0), torch.tensor([BLOCK + 1, -1, 2 * BLOCK])
     given = (layer, k, v, layer.kv_cache, slots)
     with pytest.raises(WrongState, match="vLLM stores K and V of layer before it has a builder of its own"):
         layer.impl.do_kv_cache_update(*given)
     made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}), CPU)
-    made.build(0, step())
+    if has_step:
+        made.build(0, step())
     layer.impl.do_kv_cache_update(*given)
     rows = layer.kv_cache[:, 0]
     for block, at in ((1, 1), (2, 0)):
         assert rows[block, at].tolist() == [2.0] * DIM + [3.0] * DIM
         rows[block, at] = 0
     assert not rows.any()
+    made.build(0, step())
+    made.group.attention.check_device()
 
 
 def test_encoders_are_served_without_a_cache_and_not_captured(ours: Any) -> None:

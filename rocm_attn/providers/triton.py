@@ -92,15 +92,19 @@ _MOST_NODES = 256
 # Rows of a sequence whose query blocks take all query heads of a KV head.
 _MOST_NOT_FILLED = 512
 # Rows of a sequence up to which the plain kernel takes less time than Hopper's, for heads up to each dim; for wider
-# ones none. Microseconds of an H200, plain and Hopper's: 32 x 8 heads of 64, 64 x 5 new of 2505: 89 and 95; of 96, 1 x
-# 3 of 8195: 16 and 18; 32 x 32 of 96, 64 x 5: 511 and 564, 8 x 16 of 1040: 35 and 41. But 32 x 8 of 64, 8 x 16: 16 and
-# 14; of 96: 19 and 17; of 128, 8 x 5 of 2053: 28 and 26, 64 x 5: 167 and 167, 1 x 8 of 4104: 16 and 14; 24 x 8 of 112,
-# 64 x 5: 185 and 160; 16 x 8 of 256, 1 x 5: 33 and 29, 64 x 5: 312 and 331; 16 x 4 of 256, 1 x 8: 22 and 15.
+# ones none. Microseconds of an H200, plain and Hopper's: 32 x 8 heads of 64, 1 x 5 new of 8197: 13.4 and 13.9; of 96, 1
+# x 3 of 8195: 16 and 18; 32 x 32 of 96, 64 x 5 of 2505: 511 and 564, 8 x 16 of 1040: 35 and 41. But 32 x 8 of 64, 8 x
+# 16: 16 and 14; of 96: 19 and 17; of 128, 8 x 5 of 2053: 28 and 26, 1 x 8 of 4104: 16 and 14; 24 x 8 of 112, 64 x 5:
+# 185 and 160; 16 x 8 of 256, 1 x 5: 33 and 29; 16 x 4 of 256, 1 x 8: 22 and 15.
 _ROWS_BEFORE_HOPPER = {64: 32, 96: 16}
 # The same in layers with windows. 32 x 8 heads of 128, 64 x 5 of 2505, windows of 512: 44 and 51; of 1024: 77 and 83;
 # of 4096: 162 and 167; 16 x 8 of 1032: 15 and 19; 29 and 27; 29 and 28. 16 x 8 of 256, 64 x 5: 77 and 96; 138 and 158;
 # but 8 x 16 of 2064: 24 and 22; 40 and 31.
 _ROWS_IN_WINDOWS = {192: 64, 256: 16}
+# Query blocks for each two compute units, from which on all its tiles of few rows take less time, if the head dim is a
+# multiple of _FULL_COLUMNS. 64 x 5 of 2505, 32 x 8 heads of 64: 89 and 95; of 96: 148 and 154; of 128: 164 and 167; 16
+# x 8 of 192: 240 and 248; of 256: 312 and 331. But 15 x 3 of 72: 72 and 66.
+_MANY_BLOCKS, _FULL_COLUMNS = 3, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,10 +312,7 @@ def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_
         # 19 and 26. 64 x 8 of 64, 64 x 5: 94 and 146. 16 x 8 of 256, 4 x 16 of 316: 17 and 20 (H200).
         return hopper
     ratio = problem.gqa_ratio
-    short = tuple(
-        SizedKernel(ServedSteps(row.max_rows // ratio), _extend(problem, target, row.tiles, min_q_len))
-        for row in _rows_before_hopper(problem, target)
-    )
+    short = tuple(_before_hopper(problem, target, min_q_len))
     filled = triton_hopper.filled(hopper, target)
     if filled.tiles.extend.heads_per_block(ratio) == ratio:
         return KernelByTokens(short, hopper) if short else hopper
@@ -319,15 +320,19 @@ def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_
     return KernelByTokens((*short, SizedKernel(ServedSteps(_MOST_NOT_FILLED // ratio), hopper)), filled)
 
 
-def _rows_before_hopper(problem: Problem, target: Target) -> Iterator[ExtendTileChoice]:
-    """The rows of paged extend that serve steps in place of Hopper's kernel."""
+def _before_hopper(problem: Problem, target: Target, min_q_len: int) -> Iterator[SizedKernel]:
+    """The plain kernels that serve steps in place of Hopper's."""
     rows_of_dims = _ROWS_BEFORE_HOPPER if problem.window_left == UNLIMITED_WINDOW else _ROWS_IN_WINDOWS
     most = next((rows for head_dim, rows in rows_of_dims.items() if problem.head_dim <= head_dim), 0)
-    served = problem.gqa_ratio - 1
+    many_seqs = -(-_MANY_BLOCKS * target.compute_units // (2 * problem.num_kv_heads))
+    ratio = served = problem.gqa_ratio
     for row in extend_choices_of(problem, target)[:-1]:
-        if served < most:
-            served = min(row.max_rows, most)
-            yield replace(row, max_rows=served)
+        kernel = _extend(problem, target, row.tiles, min_q_len)
+        if served <= most:
+            yield SizedKernel(ServedSteps(min(row.max_rows, most) // ratio), kernel)
+        if row.max_rows > most and problem.head_dim % _FULL_COLUMNS == 0:
+            yield SizedKernel(ServedSteps(row.max_rows // ratio, many_seqs), kernel)
+        served = row.max_rows + 1
 
 
 def _prompts(bind_extend: Bind) -> Bind:

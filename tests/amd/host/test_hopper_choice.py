@@ -111,24 +111,32 @@ def test_hoppers_kernel_takes_few_tokens_over_codes_too(scales: Scales) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "window_left", "most"),
+    ("dim", "window_left", "most", "of_many"),
     [
-        *((dim, -1, most) for dim, most in {48: 32, 64: 32, 72: 16, 96: 16, 112: 0, 128: 0, 256: 0}.items()),
-        *((dim, 1023, most) for dim, most in {64: 64, 128: 64, 192: 64, 256: 16}.items()),
+        (48, -1, 32, 32),
+        (64, -1, 32, 64),
+        (72, -1, 16, 16),
+        (96, -1, 16, 64),
+        (112, -1, 0, 0),
+        (128, -1, 0, 64),
+        (256, -1, 0, 32),
+        *((dim, 1023, 64, 64) for dim in (64, 128, 192)),
+        (256, 1023, 16, 32),
     ],
 )
 @pytest.mark.parametrize("ratio", [1, 4, 24])
-def test_sequences_with_few_rows_are_the_plain_kernels_where_heads_are_narrow_or_windows_short(
-    dim: int, window_left: int, most: int, ratio: int
+def test_sequences_with_few_rows_are_the_plain_kernels_if_heads_are_narrow_windows_short_or_blocks_many(
+    dim: int, window_left: int, most: int, of_many: int, ratio: int
 ) -> None:
     layer = replace(LAYER, **of_dim(dim, num_kv_heads=2, num_q_heads=2 * ratio, window_left=window_left))
     extend = chosen(layer, on(TRITONS[0])).kernel(StepKind.EXTEND).bound
-    served = {
-        num_tokens: serving(extend, PaddedShape(StepKind.EXTEND, 16, 16 * num_tokens)) for num_tokens in range(1, 70)
-    }
-    plain = {num_tokens for num_tokens, kernel in served.items() if isinstance(kernel, TritonExtend)}
-    assert plain == set(range(1, most // ratio + 1))
-    assert all(isinstance(served[num_tokens], HopperExtend) for num_tokens in served.keys() - plain)
+    for num_seqs, rows in ((98, most), (99, of_many)):
+        served = {
+            q_len: serving(extend, PaddedShape(StepKind.EXTEND, num_seqs, num_seqs * q_len)) for q_len in range(1, 70)
+        }
+        plain = {q_len for q_len, kernel in served.items() if isinstance(kernel, TritonExtend)}
+        assert plain == set(range(1, rows // ratio + 1))
+        assert all(isinstance(served[q_len], HopperExtend) for q_len in served.keys() - plain)
 
 
 DETERMINISTIC = {

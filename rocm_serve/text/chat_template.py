@@ -4,6 +4,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -83,10 +84,13 @@ class ChatTemplate:
         """
         if rendering.goes_on:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _GOES_ON}]
+        source = (tools and self.with_tools) or self.source
+        if _reads_parts(source):
+            messages = list(map(_in_parts, messages))
         try:
             text = (
                 _environment()
-                .from_string((tools and self.with_tools) or self.source)
+                .from_string(source)
                 .render(
                     messages=list(messages),
                     tools=list(tools) or None,
@@ -207,3 +211,21 @@ def _environment() -> _Sandbox:
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
+
+
+@lru_cache(maxsize=8)
+def _reads_parts(source: str) -> bool:
+    """True if a template writes a text that is a list of parts, and leaves out a plain one, as Llama Guard's does."""
+    plain = {"role": "user", "content": _GOES_ON}
+
+    def writes(message: Mapping[str, Any]) -> bool:
+        try:
+            return _GOES_ON in _environment().from_string(source).render(messages=[message])
+        except (_Refused, _TooMuch, *_TEMPLATE_ERRORS):
+            return False
+
+    return not writes(plain) and writes(_in_parts(plain))
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}

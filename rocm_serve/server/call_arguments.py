@@ -92,10 +92,14 @@ def _types_at_top(schema: Mapping[str, Any]) -> set[object]:
 
 
 def _call(text: str, key: str) -> tuple[str, str]:
-    """Returns the name and the arguments of an object. Raises ValueError, RecursionError."""
+    """Returns the name and the arguments of an object. Raises ValueError, RecursionError.
+
+    Models take the key of other models. A member that may hold the arguments under a third key makes it no call.
+    """
     members = _members(text)
     name, _ = members.get("name", (None, ""))
-    arguments, written = members.get(key, ({}, "{}"))
+    none = {} if members.keys() <= {"name", "id", "type"} else None, "{}"
+    arguments, written = next((members[each] for each in (key, "arguments", "parameters") if each in members), none)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("it is no call")
     return name, written

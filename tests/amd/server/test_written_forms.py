@@ -201,6 +201,9 @@ EXAMPLES = [
     Example("hermes", '<tool_call>{"arguments": {"t": "}</tool_call>\\"{"}, "name": "f"}</tool_call>',
             [("f", {"t": '}</tool_call>"{'})]),
     Example("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
+    # Models confuse the keys of arguments, as vLLM's and SGLang's readers know.
+    Example("llama3_json", '{"name": "f", "arguments": {"x": [1, {}]}}', CALLED),
+    Example("hermes", F.replace("arguments", "parameters"), CALLED),
     Example("hermes", '<tool_call>{"name": "f", "arguments": {"h": "\\ud800 é"}}', [("f", {"h": "\ud800 é"})]),
     Example("hermes", f"<tool_call>no</tool_call>{F}", CALLED, "<tool_call>no</tool_call>"),
     Example("llama3_json", '\n {"name": "f", "parameters": {"x": "{"}} \n', [("f", {"x": "{"})]),
@@ -219,7 +222,7 @@ EXAMPLES = [
                 '<tool_call>{"name": "f", "arguments": {"x": [-1e400]}}',
                 f'<tool_call>{{"name": "f", "arguments": {{"x": {"9" * 4301}}}}}',
                 '<tool_call>{"name": ["f"]}</tool_call>', '<tool_call>{"name": 7}</tool_call>',
-                '<tool_call>{"name": "f" "b"}</tool_call>',
+                '<tool_call>{"name": "f" "b"}</tool_call>', '<tool_call>{"name": "f", "args": {"x": 1}}</tool_call>',
             )),
             *(("llama3_json", text) for text in (
                 "<|python_tag|>", "<|python_tag|> ", "<|python_tag|>print(1)", ' <|python_tag|> {"name": "b"}', "<|pyt",

@@ -215,16 +215,20 @@ def _environment() -> _Sandbox:
 
 @lru_cache(maxsize=8)
 def _reads_parts(source: str) -> bool:
-    """True if a template writes a text that is a list of parts, and leaves out a plain one, as Llama Guard's does."""
-    plain = {"role": "user", "content": _GOES_ON}
+    """True if a template writes texts that are lists of parts, and leaves out plain ones, as Llama Guard's does.
 
-    def writes(message: Mapping[str, Any]) -> bool:
+    Templates of Gemma 3 in GGUF files read only a system message so.
+    """
+    user, system = ({"role": role, "content": _GOES_ON} for role in ("user", "system"))
+
+    def writes(messages: Sequence[Mapping[str, Any]]) -> bool:
         try:
-            return _GOES_ON in _environment().from_string(source).render(messages=[message])
+            text = _environment().from_string(source).render(messages=messages)
         except (_Refused, _TooMuch, *_TEMPLATE_ERRORS):
             return False
+        return text.count(_GOES_ON) >= len(messages)
 
-    return not writes(plain) and writes(_in_parts(plain))
+    return any(not writes(said) and writes(list(map(_in_parts, said))) for said in ([user], [system, user]))
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

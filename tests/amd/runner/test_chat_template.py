@@ -109,3 +109,7 @@ def test_a_template_that_reads_parts_alone_gets_a_text_as_one() -> None:
     assert template.render(ASKED, rendering=Rendering(goes_on=True)) == "?"
     both = f"{{% for m in messages %}}{{% if m.content is string %}}plain{{{{ m.content }}}}{{% else %}}{parts}"
     assert ChatTemplate(f"{both}{{% endfor %}}{{% endfor %}}{{% endif %}}{{% endfor %}}").render(ASKED) == "plain?"
+    # That of Gemma 3 1B in GGUF files reads parts of the system message, and would fail.
+    first = "{% if messages[0].role == 'system' %}{{ messages[0].content[0].text }}{% endif %}{{ messages[-1].content"
+    mixed = ChatTemplate(f"{first} if messages[-1].content is string else messages[-1].content[0].text }}}}")
+    assert mixed.render([{"role": "system", "content": "a"}, *ASKED]) == "a?"

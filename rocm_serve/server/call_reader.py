@@ -97,8 +97,10 @@ class AnswerReader(Reader):
     @cached_property
     def _marks(self) -> dict[str, str]:
         """Each mark that may come in a text, and what it does."""
-        opens = self._calls.opens if self._calls is not None else ()
-        marks = dict.fromkeys((mark.strip() for mark in opens), "calls")
+        marks: dict[str, str] = {}
+        if self._calls is not None:  # Qwen3-Coder and others may leave out the mark before a call
+            marks = {self._calls.call.partition("{")[0]: "call"}
+            marks |= dict.fromkeys((mark.strip() for mark in self._calls.opens), "calls")
         if self._reasoning is not None:
             form = self._reasoning
             marks |= {form.opens: "reasoning"} | dict.fromkeys((form.resumes, form.answers, *form.drops), "drop")
@@ -116,8 +118,8 @@ class AnswerReader(Reader):
                 self._tell(len(self._held))
                 return
             does = self._marks[mark]
-            if does == "calls":
-                self._at += len(mark)
+            if does in ("call", "calls"):
+                self._at += len(mark) if does == "calls" else 0
                 yield from self._section()
             elif does == "drop" or self._is_fresh:
                 self._drop(self._at + len(mark))

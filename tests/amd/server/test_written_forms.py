@@ -112,6 +112,7 @@ EXAMPLES = [
     Example("qwen3_coder", QWEN_XML, OSLO),
     Example("qwen3_coder", f"Well.\n\n{QWEN_XML}\n{QWEN_XML}", OSLO * 2, "Well."),
     Example("qwen3_coder", "<tool_call>\n<function=get-time>\n</function>\n</tool_call>", BOTH[1:]),
+    Example("qwen3_coder", "Well.\n" + QWEN_XML.removeprefix("<tool_call>\n"), OSLO, "Well."),
     Example("qwen3_coder", f"<think>\nA <tool_call> it is.\n{QWEN_XML}", OSLO, "", "A <tool_call> it is.", "qwen3"),
     Example(
         "qwen3_coder",
@@ -231,6 +232,7 @@ EXAMPLES = [
             )),
             ("qwen3_coder", "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),
             ("qwen3_coder", QWEN_XML.removesuffix("</function>\n</tool_call>")),
+            ("qwen3_coder", "It writes <function=launch> <function=f> and <function="),
             ("qwen3_coder", QWEN_XML.partition("Oslo")[0]),
             ("glm45", "<tool_call>get_weather is a name"),
             ("glm45", GLM.removesuffix("</tool_call>")),

@@ -120,6 +120,13 @@ EXAMPLES = [
         "</parameter>\n<parameter=rain>\nTrue\n</parameter>\n</function>\n</tool_call>",
         [("get_weather", {"city": "3\nlines\n", "hours": [1, 2], "rain": True})],
     ),
+    # Lists as Python writes them, where one is allowed; and a text that is none.
+    *(
+        Example("glm45", GLM.replace("days", "hours").replace(">3<", f">{written}<"),
+                [("get_weather", {"city": "Oslo", "hours": hours})])
+        for written, hours in (("['a', None, {'b': 1.5}]", ["a", None, {"b": 1.5}]), ("[a, b]", "[a, b]"))
+    ),
+    Example("glm45", GLM.replace("Oslo", "['a']"), [("get_weather", {"city": "['a']", "days": 3})]),
     # A text that looks like a number is one where the schema allows one.
     Example(
         "qwen3_coder",

@@ -45,9 +45,14 @@ def from_parameters(parameters: Iterable[tuple[str, str, str]], schema: Mapping[
 
     schema: of the object; it decides where the form does not tell a text from JSON
     """
-    properties = schema.get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
+    known = properties_of(schema)
     return _object({key: _value(text, kind, known.get(key)) for key, text, kind in parameters})
+
+
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schemas of an object's members by their keys."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def _object(members: Mapping[str, str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rocm_serve.server.call_arguments import from_object, from_parameters, from_python
+from rocm_serve.server.call_arguments import from_object, from_parameters, from_python, properties_of
 from rocm_serve.text.written_forms import HOLE, MOST_SHORT, CallForm, ReasoningForm
 
 _NAME = re.compile(r"[A-Za-z0-9_-]*")
@@ -224,9 +224,9 @@ class AnswerReader(Reader):
             return (yield from self._name(found))
         if hole == "parameters":
             return (yield from self._parameters(found))
-        if hole in ("key", "value", "kind", "any"):
+        if hole in ("key", "kind", "any"):
             (end,) = after.split()[:1]
-            text = yield from self._until(end, bounded=hole != "value")
+            text = yield from self._until(end, bounded=True)
             found[hole] = text
             return text is not None
         opens = {"calls": "[", "python": "["}.get(hole, "{")
@@ -261,16 +261,40 @@ class AnswerReader(Reader):
         assert self._calls is not None
         pairs: list[tuple[str, str, str]] = []
         before = self._calls.parameter.partition("{")[0]
+        head, _, closes = self._calls.parameter.removeprefix(before).partition("{value}")
+        marks = self._marks_after_a_value(found["name"])
         while (yield from self._literal(before)):
             one: _Found = {}
-            if not (yield from self._pattern(self._calls.parameter.removeprefix(before), one)):
+            if not (yield from self._pattern(head, one)):
                 return False
-            value = one["value"]
-            if "\n{value}\n" in self._calls.parameter:  # one new line is the form's, not the value's
+            begin = seen = self._at
+            while (mark := marks.search(self._held, seen)) is None:
+                if self._has_ended:
+                    return False
+                seen = max(begin, len(self._held) - len(marks.pattern))  # no mark is longer than its pattern
+                yield
+            value, self._at = self._held[begin : mark.start()], mark.end() if mark[1] else mark.start()
+            if not mark[1]:
+                value = value.rstrip()
+            if head.endswith("\n") and closes.startswith("\n"):  # one new line is the form's, not the value's
                 value = value.removeprefix("\n").removesuffix("\n")
             pairs.append((one["key"].strip(), value, one.get("kind", "")))
         found["parameters"] = pairs
         return True
+
+    def _marks_after_a_value(self, name: str) -> re.Pattern[str]:
+        """Finds the mark that closes a value of a function's parameter, which is group 1, and else what follows it.
+
+        Qwen3-Coder and others may leave the mark out before another parameter or the end of a call.
+        """
+        form = self._calls
+        assert form is not None
+        before, _, _, after, *_ = HOLE.split(form.parameter)
+        keys = "|".join(map(re.escape, properties_of(self._functions[name]))) or "(?!)"
+        follow = [mark.strip() for mark in (form.closes, form.call.partition("{")[0], *form.opens) if mark]
+        closes, ends = (re.escape(each.rpartition("}")[2].strip()) for each in (form.parameter, form.call))
+        ended = rf"{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})"
+        return re.compile(rf"({closes})|{re.escape(before)}(?:{keys}){re.escape(after.split()[0])}|{ended}")
 
     def _literal(self, text: str) -> _Waits:
         """Reads a text, with any number of blanks before each of its words. _at stays if something else comes."""

@@ -120,6 +120,19 @@ EXAMPLES = [
         "</parameter>\n<parameter=rain>\nTrue\n</parameter>\n</function>\n</tool_call>",
         [("get_weather", {"city": "3\nlines\n", "hours": [1, 2], "rain": True})],
     ),
+    # A model may leave out the mark after a value, which ends where another parameter or the next call begins. Other
+    # marks in it are text.
+    *(
+        Example(name, (text * 2).replace(closes, "", 1), OSLO * 2)
+        for name, text, closes in (
+            ("qwen3_coder", QWEN_XML, "</parameter>\n"), ("glm45", GLM, "</arg_value>"),
+        )
+    ),
+    Example("qwen3_coder", (QWEN_XML * 2).replace("3\n</parameter>", "3", 1), OSLO * 2),
+    Example("minimax_m2", MINIMAX.replace("Oslo</parameter>", "Oslo"), BOTH, functions={**FUNCTIONS}),
+    Example("minimax_m2", MINIMAX.replace("3</parameter>", "3"), BOTH, functions={**FUNCTIONS}),
+    Example("qwen3_coder", QWEN_XML.replace("Oslo", "</function>\n<parameter=x>"),
+            [("get_weather", {"city": "</function>\n<parameter=x>", "days": 3})]),
     # Lists as Python writes them, where one is allowed; and a text that is none.
     *(
         Example("glm45", GLM.replace("days", "hours").replace(">3<", f">{written}<"),

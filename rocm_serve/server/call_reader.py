@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from rocm_serve.server.call_arguments import from_object, from_parameters, from_python, properties_of
@@ -12,6 +13,8 @@ from rocm_serve.text.written_forms import HOLE, MOST_SHORT, CallForm, ReasoningF
 
 _NAME = re.compile(r"[A-Za-z0-9_-]*")
 _BLANKS = re.compile(r"\s*")
+# Keys of a function's parameters that a pattern has: it would hold the event loop up for a client's million of them.
+_MOST_KEYS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +274,7 @@ class AnswerReader(Reader):
             while (mark := marks.search(self._held, seen)) is None:
                 if self._has_ended:
                     return False
-                seen = max(begin, len(self._held) - len(marks.pattern))  # no mark is longer than its pattern
+                seen = max(begin, len(self._held) - 2 * MOST_SHORT)  # longer than any mark
                 yield
             value, self._at = self._held[begin : mark.start()], mark.end() if mark[1] else mark.start()
             if not mark[1]:
@@ -290,11 +293,11 @@ class AnswerReader(Reader):
         form = self._calls
         assert form is not None
         before, _, _, after, *_ = HOLE.split(form.parameter)
-        keys = "|".join(map(re.escape, properties_of(self._functions[name]))) or "(?!)"
+        keys = [key for key in islice(properties_of(self._functions[name]), _MOST_KEYS) if len(key) <= MOST_SHORT]
         follow = [mark.strip() for mark in (form.closes, form.call.partition("{")[0], *form.opens) if mark]
         closes, ends = (re.escape(each.rpartition("}")[2].strip()) for each in (form.parameter, form.call))
-        ended = rf"{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})"
-        return re.compile(rf"({closes})|{re.escape(before)}(?:{keys}){re.escape(after.split()[0])}|{ended}")
+        begins = f"{re.escape(before)}(?:{'|'.join(map(re.escape, keys)) or '(?!)'}){re.escape(after.split()[0])}"
+        return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})")
 
     def _literal(self, text: str) -> _Waits:
         """Reads a text, with any number of blanks before each of its words. _at stays if something else comes."""

@@ -4,6 +4,7 @@ Whatever the pieces are in which a text comes, the same is found. The sources ar
 """
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import pairwise
@@ -337,6 +338,21 @@ def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(monkeypatch: pyte
     example = Example("hermes", '<tool_call>{"a": ' * 1000, [])
     assert found_in(example, [example.text]) == ("", example.text, [])
     assert 0 < looked_at <= len(example.text)
+
+
+def test_a_schema_of_many_keys_makes_no_long_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's lock would be held for seconds while it is compiled."""
+    longest, compiled = 0, re.compile
+
+    def measured(pattern: str) -> Any:
+        nonlocal longest
+        longest = max(longest, len(pattern))
+        return compiled(pattern)
+
+    monkeypatch.setattr("rocm_serve.server.call_reader.re.compile", measured)
+    properties: dict[str, Any] = {key: {} for key in ("k" * 9000, *(f"k{number}" for number in range(9000)))}
+    assert found_in(Example("glm45", GLM, [], functions={"get_weather": {"properties": properties}}), [GLM])[2] == OSLO
+    assert 0 < longest < 2000
 
 
 @pytest.mark.parametrize(

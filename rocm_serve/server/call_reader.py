@@ -114,8 +114,11 @@ class AnswerReader(Reader):
             yield from self._think(again=True)
         is_bare = self._calls is not None and "" in self._calls.opens
         while True:
-            if is_bare and self._is_fresh and not self._has_called:
-                yield from self._section()
+            if is_bare and self._is_fresh:
+                if self._has_called:
+                    yield from self._literal(";")  # so Llama writes several, or on lines
+                if (yield from self._section()):
+                    continue
             mark = yield from self._next(self._marks, as_thought=False)
             if not mark:
                 self._tell(len(self._held))
@@ -180,8 +183,8 @@ class AnswerReader(Reader):
         if not stays_fresh:
             self._is_fresh = self._has_mark = True
 
-    def _section(self) -> Generator[None, None, None]:
-        """Reads calls, from where _at is. If there is none, what was read is text."""
+    def _section(self) -> _Waits:
+        """Reads calls, from where _at is. If there is none, what was read is text, and the result is False."""
         form, goes_on = self._calls, True
         assert form is not None
         while goes_on:
@@ -191,13 +194,14 @@ class AnswerReader(Reader):
             if not calls:
                 # At the end all of the rest is text: each further mark would make it be read once more.
                 self._tell(len(self._held) if self._has_ended else self._at)
-                return
+                return False
             self._parts += calls if self._several else [] if self._has_called else calls[:1]
             self._has_called = True
             self._drop(self._at)
             is_closed = yield from self._literal(form.closes)
             self._drop(self._at)
             goes_on = form.is_list and not is_closed
+        return True
 
     def _made(self, found: _Found) -> list[Part]:
         """Returns the calls of what was found in a pattern; none if one of them is none."""

@@ -231,6 +231,8 @@ EXAMPLES = [
     Example("llama3_json", '\n {"name": "f", "parameters": {"x": "{"}} \n', [("f", {"x": "{"})]),
     Example("llama3_json", '<|python_tag|> \n{"name": "f", "parameters": {}} and', [("f", {})], "and"),
     Example("llama3_json", '{"name": "f", "parameters": {}} and a text', [("f", {})], "and a text"),
+    Example("llama3_json", '{"name": "f", "parameters": {}}; and {', [("f", {})], "; and {"),
+    Example("llama3_json", '{"name": "f"}; {"name": "get-time"}\n{"name": "f"}', [("f", {}), *BOTH[1:], ("f", {})]),
     # No calls: all of it stays text.
     *(
         Example(name, text, [], text)

@@ -116,7 +116,7 @@ class AnswerReader(Reader):
         while True:
             if is_bare and self._is_fresh:
                 if self._has_called:
-                    yield from self._literal(";")  # so Llama writes several, or on lines
+                    yield from self._literal(";")  # Llama writes several so, or on lines of their own
                 if (yield from self._section()):
                     continue
             mark = yield from self._next(self._marks, as_thought=False)

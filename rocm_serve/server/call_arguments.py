@@ -3,7 +3,8 @@
 import ast
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rocm_serve.server.finite_json import FINITE_JSON
@@ -13,6 +14,7 @@ Made = list[tuple[str, str]]
 _BLANKS = re.compile(r"[ \t\n\r]*")
 # Templates that print a value with Jinja's own filter write it as Python does.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_NO_PYTHON = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 _TYPES: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -43,25 +45,39 @@ def from_parameters(parameters: Iterable[tuple[str, str, str]], schema: Mapping[
 
     schema: of the object; it decides where the form does not tell a text from JSON
     """
+    known = properties_of(schema)
+    return _object({key: _value(text, kind, known.get(key)) for key, text, kind in parameters})
+
+
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schemas of an object's members by their keys."""
     properties = schema.get("properties")
-    known = properties if isinstance(properties, Mapping) else {}
-    members = {key: _value(text, kind, known.get(key)) for key, text, kind in parameters}
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _object(members: Mapping[str, str]) -> str:
     return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items()) + "}"
 
 
 def _value(text: str, kind: str, schema: object) -> str:
     types = types_of(schema if isinstance(schema, Mapping) else {})
-    if kind != "true" and types != {"string"}:
-        written = _CONSTANTS.get(text.strip(), text.strip())
+    for written in _readings(text.strip(), types) if kind != "true" and types != {"string"} else ():
         try:
             found = _TYPES.get(type(FINITE_JSON.decode(written)), "")
         except (ValueError, RecursionError):
-            pass
-        else:
-            # Where a text is allowed too, only a value of another allowed type is no text.
-            if kind == "false" or "string" not in types or found in types - {"string"}:
-                return written
+            continue
+        # Where a text is allowed too, only a value of another allowed type is no text.
+        if kind == "false" or "string" not in types or found in types - {"string"}:
+            return written
     return json.dumps(text, ensure_ascii=False)
+
+
+def _readings(text: str, types: set[object]) -> Iterator[str]:
+    """Yields a value as JSON: as it is written, and as Python writes it. types: that it may have"""
+    yield _CONSTANTS.get(text, text)
+    if text.startswith(("[", "{")) and types & {"array", "object"}:
+        with suppress(*_NO_PYTHON):
+            yield _as_json(ast.parse(text, mode="eval").body)
 
 
 def types_of(schema: Mapping[str, Any]) -> set[object]:
@@ -92,10 +108,14 @@ def _types_at_top(schema: Mapping[str, Any]) -> set[object]:
 
 
 def _call(text: str, key: str) -> tuple[str, str]:
-    """Returns the name and the arguments of an object. Raises ValueError, RecursionError."""
+    """Returns the name and the arguments of an object. Raises ValueError, RecursionError.
+
+    Models take the key of other models. A member that may hold the arguments under a third key makes it no call.
+    """
     members = _members(text)
     name, _ = members.get("name", (None, ""))
-    arguments, written = members.get(key, ({}, "{}"))
+    none: tuple[object, str] = ({} if members.keys() <= {"name", "id", "type"} else None, "{}")
+    arguments, written = next((members[each] for each in (key, "arguments", "parameters") if each in members), none)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("it is no call")
     return name, written
@@ -144,7 +164,7 @@ def from_python(text: str) -> Made | None:
     try:
         listed = ast.parse(text.strip(), mode="eval").body
         return [_python_call(each) for each in listed.elts] if isinstance(listed, ast.List) else None
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+    except _NO_PYTHON:
         return None
 
 
@@ -153,9 +173,12 @@ def _python_call(node: ast.expr) -> tuple[str, str]:
         raise ValueError("it is no call with keywords")
     if any(each.arg is None for each in node.keywords):
         raise ValueError("it unpacks a dict")
-    arguments = {each.arg: ast.literal_eval(_JsonConstants().visit(each.value)) for each in node.keywords}
-    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return node.func.id, written.encode(errors="backslashreplace").decode()  # half of a character stays an escape
+    return node.func.id, _object({str(each.arg): _as_json(each.value) for each in node.keywords})
+
+
+def _as_json(node: ast.expr) -> str:
+    written = json.dumps(ast.literal_eval(_JsonConstants().visit(node)), ensure_ascii=False, allow_nan=False)
+    return written.encode(errors="backslashreplace").decode()  # half of a character stays an escape
 
 
 class _JsonConstants(ast.NodeTransformer):

@@ -5,13 +5,16 @@ import secrets
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
-from rocm_serve.server.call_arguments import from_object, from_parameters, from_python
+from rocm_serve.server.call_arguments import from_object, from_parameters, from_python, properties_of
 from rocm_serve.text.written_forms import HOLE, MOST_SHORT, CallForm, ReasoningForm
 
 _NAME = re.compile(r"[A-Za-z0-9_-]*")
 _BLANKS = re.compile(r"\s*")
+# Keys of a function's parameters that a pattern has: it would hold the event loop up for a client's million of them.
+_MOST_KEYS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,10 @@ class AnswerReader(Reader):
     @cached_property
     def _marks(self) -> dict[str, str]:
         """Each mark that may come in a text, and what it does."""
-        opens = self._calls.opens if self._calls is not None else ()
-        marks = dict.fromkeys((mark.strip() for mark in opens), "calls")
+        marks: dict[str, str] = {}
+        if self._calls is not None:  # Qwen3-Coder and others may leave out the mark before a call
+            marks = {self._calls.call.partition("{")[0]: "call"}
+            marks |= dict.fromkeys((mark.strip() for mark in self._calls.opens), "calls")
         if self._reasoning is not None:
             form = self._reasoning
             marks |= {form.opens: "reasoning"} | dict.fromkeys((form.resumes, form.answers, *form.drops), "drop")
@@ -109,15 +114,18 @@ class AnswerReader(Reader):
             yield from self._think(again=True)
         is_bare = self._calls is not None and "" in self._calls.opens
         while True:
-            if is_bare and self._is_fresh and not self._has_called:
-                yield from self._section()
+            if is_bare and self._is_fresh:
+                if self._has_called:
+                    yield from self._literal(";")  # Llama writes several so, or on lines of their own
+                if (yield from self._section()):
+                    continue
             mark = yield from self._next(self._marks, as_thought=False)
             if not mark:
                 self._tell(len(self._held))
                 return
             does = self._marks[mark]
-            if does == "calls":
-                self._at += len(mark)
+            if does in ("call", "calls"):
+                self._at += len(mark) if does == "calls" else 0
                 yield from self._section()
             elif does == "drop" or self._is_fresh:
                 self._drop(self._at + len(mark))
@@ -175,8 +183,8 @@ class AnswerReader(Reader):
         if not stays_fresh:
             self._is_fresh = self._has_mark = True
 
-    def _section(self) -> Generator[None, None, None]:
-        """Reads calls, from where _at is. If there is none, what was read is text."""
+    def _section(self) -> _Waits:
+        """Reads calls, from where _at is. If there is none, what was read is text, and the result is False."""
         form, goes_on = self._calls, True
         assert form is not None
         while goes_on:
@@ -186,13 +194,14 @@ class AnswerReader(Reader):
             if not calls:
                 # At the end all of the rest is text: each further mark would make it be read once more.
                 self._tell(len(self._held) if self._has_ended else self._at)
-                return
+                return False
             self._parts += calls if self._several else [] if self._has_called else calls[:1]
             self._has_called = True
             self._drop(self._at)
             is_closed = yield from self._literal(form.closes)
             self._drop(self._at)
             goes_on = form.is_list and not is_closed
+        return True
 
     def _made(self, found: _Found) -> list[Part]:
         """Returns the calls of what was found in a pattern; none if one of them is none."""
@@ -222,9 +231,9 @@ class AnswerReader(Reader):
             return (yield from self._name(found))
         if hole == "parameters":
             return (yield from self._parameters(found))
-        if hole in ("key", "value", "kind", "any"):
+        if hole in ("key", "kind", "any"):
             (end,) = after.split()[:1]
-            text = yield from self._until(end, bounded=hole != "value")
+            text = yield from self._until(end, bounded=True)
             found[hole] = text
             return text is not None
         opens = {"calls": "[", "python": "["}.get(hole, "{")
@@ -259,16 +268,40 @@ class AnswerReader(Reader):
         assert self._calls is not None
         pairs: list[tuple[str, str, str]] = []
         before = self._calls.parameter.partition("{")[0]
+        head, _, closes = self._calls.parameter.removeprefix(before).partition("{value}")
+        marks = self._marks_after_a_value(found["name"])
         while (yield from self._literal(before)):
             one: _Found = {}
-            if not (yield from self._pattern(self._calls.parameter.removeprefix(before), one)):
+            if not (yield from self._pattern(head, one)):
                 return False
-            value = one["value"]
-            if "\n{value}\n" in self._calls.parameter:  # one new line is the form's, not the value's
+            begin = seen = self._at
+            while (mark := marks.search(self._held, seen)) is None:
+                if self._has_ended:
+                    return False
+                seen = max(begin, len(self._held) - 2 * MOST_SHORT)  # longer than any mark
+                yield
+            value, self._at = self._held[begin : mark.start()], mark.end() if mark[1] else mark.start()
+            if not mark[1]:
+                value = value.rstrip()
+            if head.endswith("\n") and closes.startswith("\n"):  # one new line is the form's, not the value's
                 value = value.removeprefix("\n").removesuffix("\n")
             pairs.append((one["key"].strip(), value, one.get("kind", "")))
         found["parameters"] = pairs
         return True
+
+    def _marks_after_a_value(self, name: str) -> re.Pattern[str]:
+        """Finds the mark that closes a value of a function's parameter, which is group 1, and else what follows it.
+
+        Qwen3-Coder and others may leave the mark out before another parameter or the end of a call.
+        """
+        form = self._calls
+        assert form is not None
+        before, _, _, after, *_ = HOLE.split(form.parameter)
+        keys = [key for key in islice(properties_of(self._functions[name]), _MOST_KEYS) if len(key) <= MOST_SHORT]
+        follow = [mark.strip() for mark in (form.closes, form.call.partition("{")[0], *form.opens) if mark]
+        closes, ends = (re.escape(each.rpartition("}")[2].strip()) for each in (form.parameter, form.call))
+        begins = f"{re.escape(before)}(?:{'|'.join(map(re.escape, keys)) or '(?!)'}){re.escape(after.split()[0])}"
+        return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})")
 
     def _literal(self, text: str) -> _Waits:
         """Reads a text, with any number of blanks before each of its words. _at stays if something else comes."""

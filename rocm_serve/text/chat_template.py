@@ -4,6 +4,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -83,10 +84,13 @@ class ChatTemplate:
         """
         if rendering.goes_on:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _GOES_ON}]
+        source = (tools and self.with_tools) or self.source
+        if _reads_parts(source):
+            messages = list(map(_in_parts, messages))
         try:
             text = (
                 _environment()
-                .from_string((tools and self.with_tools) or self.source)
+                .from_string(source)
                 .render(
                     messages=list(messages),
                     tools=list(tools) or None,
@@ -207,3 +211,25 @@ def _environment() -> _Sandbox:
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
+
+
+@lru_cache(maxsize=8)
+def _reads_parts(source: str) -> bool:
+    """True if a template writes texts that are lists of parts, and leaves out plain ones, as Llama Guard's does.
+
+    Templates of Gemma 3 in GGUF files read only a system message so.
+    """
+    user, system = ({"role": role, "content": _GOES_ON} for role in ("user", "system"))
+
+    def writes(messages: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            text = _environment().from_string(source).render(messages=messages)
+        except (_Refused, _TooMuch, *_TEMPLATE_ERRORS):
+            return False
+        return text.count(_GOES_ON) >= len(messages)
+
+    return any(not writes(said) and writes(list(map(_in_parts, said))) for said in ([user], [system, user]))
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}

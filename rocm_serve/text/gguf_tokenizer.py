@@ -49,12 +49,9 @@ def tokenizer_from_gguf(fields: Fields) -> Tokenizer:
     else:
         raise BadModel(f"{fields.source}: tokenizer.ggml.model {shown(kind)} is not known; it must be gpt2 or llama")
     types = _token_types(fields, len(tokens))
-    special = [
-        AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL
-    ]
-    plain = [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
+    # The unknown one is special, as in llama.cpp: a prompt may name it, and an answer does not write it.
+    for add, kinds in ((tokenizer.add_special_tokens, (_CONTROL, _UNKNOWN)), (tokenizer.add_tokens, (_USER_DEFINED,))):
+        add([AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k in kinds])
     return tokenizer
 
 

@@ -33,12 +33,13 @@ class CallForm:
     """How a family of models writes calls.
 
     names:     by which users choose it; they are those of vLLM and SGLang, if these have one
-    opens:     marks that begin calls, the usual one first. "": an answer is calls from its first character on, or text
+    opens:     marks that begin calls, the usual one first; a model may leave it out where a call has a mark of its own.
+               "": an answer is calls from its first character on, or text
     call:      the pattern of a call
     closes:    the mark that ends calls; a model may leave it out at the end
     parameter: the pattern of a parameter, for {parameters}
     is_list:   whether several calls may come between the marks; otherwise each has its own
-    is_only:   whether nothing can follow a call, not even another one
+    is_only:   whether nothing may follow a required call, not even another one
     call_id:   ids of earlier calls, if templates of these models demand a form: with {name}, the {number} of the call
                in the conversation, and {nine}, an id of nine letters and digits; "": they take any
     """

@@ -7,7 +7,7 @@ import pytest
 from rocm_attn.errors import BadModel, BadRequest
 from rocm_serve.server.schema import MOST_MESSAGES
 from rocm_serve.text import chat_template
-from rocm_serve.text.chat_template import ChatTemplate, template_of
+from rocm_serve.text.chat_template import ChatTemplate, Rendering, template_of
 
 ASKED = [{"role": "user", "content": "?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -99,3 +99,17 @@ def test_what_is_marked_for_training_is_written_as_it_stands() -> None:
         "{% endgeneration %}{{ n }}{% endfor %}"
     )
     assert ChatTemplate(source).render([{"role": "assistant", "content": "a"}] * 2) == "[a]21[a]21"
+
+
+def test_a_template_that_reads_parts_alone_gets_a_text_as_one() -> None:
+    """Llama Guard 3 1B's template writes the parts of type text, and a plain text has none: the user's was left out."""
+    parts = "{% for m in messages %}{% for part in m['content'] if part['type'] == 'text' %}{{ part['text'] }}"
+    template = ChatTemplate(f"{parts}{{% endfor %}};{{% endfor %}}")
+    assert template.render([*ASKED, {"role": "assistant", "content": "a"}]) == "?;a;"
+    assert template.render(ASKED, rendering=Rendering(goes_on=True)) == "?"
+    both = f"{{% for m in messages %}}{{% if m.content is string %}}plain{{{{ m.content }}}}{{% else %}}{parts}"
+    assert ChatTemplate(f"{both}{{% endfor %}}{{% endfor %}}{{% endif %}}{{% endfor %}}").render(ASKED) == "plain?"
+    # That of Gemma 3 1B in GGUF files reads parts of the system message, and would fail.
+    first = "{% if messages[0].role == 'system' %}{{ messages[0].content[0].text }}{% endif %}{{ messages[-1].content"
+    mixed = ChatTemplate(f"{first} if messages[-1].content is string else messages[-1].content[0].text }}}}")
+    assert mixed.render([{"role": "system", "content": "a"}, *ASKED]) == "a?"

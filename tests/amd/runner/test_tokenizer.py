@@ -163,6 +163,11 @@ def test_sentencepiece_merges_by_score(text: str) -> None:
     assert ours.decode(ours.encode(text)) == text
 
 
+def test_the_unknown_token_is_special_as_in_llama_cpp() -> None:
+    unknown, begin = _SENTENCEPIECE.encode("<unk><s>")
+    assert (unknown, begin, _SENTENCEPIECE.decode([begin, unknown])) == (0, 1, "")
+
+
 def test_scores_of_another_length_are_refused() -> None:
     with pytest.raises(BadModel, match=r"1 tokenizer\.ggml\.scores for"):
         tokenizer_from_gguf(sentencepiece_fields(scores=[0.0]))

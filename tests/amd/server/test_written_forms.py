@@ -4,6 +4,7 @@ Whatever the pieces are in which a text comes, the same is found. The sources ar
 """
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import pairwise
@@ -112,6 +113,7 @@ EXAMPLES = [
     Example("qwen3_coder", QWEN_XML, OSLO),
     Example("qwen3_coder", f"Well.\n\n{QWEN_XML}\n{QWEN_XML}", OSLO * 2, "Well."),
     Example("qwen3_coder", "<tool_call>\n<function=get-time>\n</function>\n</tool_call>", BOTH[1:]),
+    Example("qwen3_coder", "Well.\n" + QWEN_XML.removeprefix("<tool_call>\n"), OSLO, "Well."),
     Example("qwen3_coder", f"<think>\nA <tool_call> it is.\n{QWEN_XML}", OSLO, "", "A <tool_call> it is.", "qwen3"),
     Example(
         "qwen3_coder",
@@ -119,6 +121,26 @@ EXAMPLES = [
         "</parameter>\n<parameter=rain>\nTrue\n</parameter>\n</function>\n</tool_call>",
         [("get_weather", {"city": "3\nlines\n", "hours": [1, 2], "rain": True})],
     ),
+    # A model may leave out the mark after a value, which ends where another parameter or the next call begins. Other
+    # marks in it are text.
+    *(
+        Example(name, (text * 2).replace(closes, "", 1), OSLO * 2)
+        for name, text, closes in (
+            ("qwen3_coder", QWEN_XML, "</parameter>\n"), ("glm45", GLM, "</arg_value>"),
+        )
+    ),
+    Example("qwen3_coder", (QWEN_XML * 2).replace("3\n</parameter>", "3", 1), OSLO * 2),
+    Example("minimax_m2", MINIMAX.replace("Oslo</parameter>", "Oslo"), BOTH, functions={**FUNCTIONS}),
+    Example("minimax_m2", MINIMAX.replace("3</parameter>", "3"), BOTH, functions={**FUNCTIONS}),
+    Example("qwen3_coder", QWEN_XML.replace("Oslo", "</function>\n<parameter=x>"),
+            [("get_weather", {"city": "</function>\n<parameter=x>", "days": 3})]),
+    # Lists as Python writes them, where one is allowed; and a text that is none.
+    *(
+        Example("glm45", GLM.replace("days", "hours").replace(">3<", f">{written}<"),
+                [("get_weather", {"city": "Oslo", "hours": hours})])
+        for written, hours in (("['a', None, {'b': 1.5}]", ["a", None, {"b": 1.5}]), ("[a, b]", "[a, b]"))
+    ),
+    Example("glm45", GLM.replace("Oslo", "['a']"), [("get_weather", {"city": "['a']", "days": 3})]),
     # A text that looks like a number is one where the schema allows one.
     Example(
         "qwen3_coder",
@@ -201,11 +223,16 @@ EXAMPLES = [
     Example("hermes", '<tool_call>{"arguments": {"t": "}</tool_call>\\"{"}, "name": "f"}</tool_call>',
             [("f", {"t": '}</tool_call>"{'})]),
     Example("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
+    # Models confuse the keys of arguments, as vLLM's and SGLang's readers know.
+    Example("llama3_json", '{"name": "f", "arguments": {"x": [1, {}]}}', CALLED),
+    Example("hermes", F.replace("arguments", "parameters"), CALLED),
     Example("hermes", '<tool_call>{"name": "f", "arguments": {"h": "\\ud800 é"}}', [("f", {"h": "\ud800 é"})]),
     Example("hermes", f"<tool_call>no</tool_call>{F}", CALLED, "<tool_call>no</tool_call>"),
     Example("llama3_json", '\n {"name": "f", "parameters": {"x": "{"}} \n', [("f", {"x": "{"})]),
     Example("llama3_json", '<|python_tag|> \n{"name": "f", "parameters": {}} and', [("f", {})], "and"),
     Example("llama3_json", '{"name": "f", "parameters": {}} and a text', [("f", {})], "and a text"),
+    Example("llama3_json", '{"name": "f", "parameters": {}}; and {', [("f", {})], "; and {"),
+    Example("llama3_json", '{"name": "f"}; {"name": "get-time"}\n{"name": "f"}', [("f", {}), *BOTH[1:], ("f", {})]),
     # No calls: all of it stays text.
     *(
         Example(name, text, [], text)
@@ -219,7 +246,7 @@ EXAMPLES = [
                 '<tool_call>{"name": "f", "arguments": {"x": [-1e400]}}',
                 f'<tool_call>{{"name": "f", "arguments": {{"x": {"9" * 4301}}}}}',
                 '<tool_call>{"name": ["f"]}</tool_call>', '<tool_call>{"name": 7}</tool_call>',
-                '<tool_call>{"name": "f" "b"}</tool_call>',
+                '<tool_call>{"name": "f" "b"}</tool_call>', '<tool_call>{"name": "f", "args": {"x": 1}}</tool_call>',
             )),
             *(("llama3_json", text) for text in (
                 "<|python_tag|>", "<|python_tag|> ", "<|python_tag|>print(1)", ' <|python_tag|> {"name": "b"}', "<|pyt",
@@ -228,6 +255,7 @@ EXAMPLES = [
             )),
             ("qwen3_coder", "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),
             ("qwen3_coder", QWEN_XML.removesuffix("</function>\n</tool_call>")),
+            ("qwen3_coder", "It writes <function=launch> <function=f> and <function="),
             ("qwen3_coder", QWEN_XML.partition("Oslo")[0]),
             ("glm45", "<tool_call>get_weather is a name"),
             ("glm45", GLM.removesuffix("</tool_call>")),
@@ -312,6 +340,21 @@ def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(monkeypatch: pyte
     example = Example("hermes", '<tool_call>{"a": ' * 1000, [])
     assert found_in(example, [example.text]) == ("", example.text, [])
     assert 0 < looked_at <= len(example.text)
+
+
+def test_a_schema_of_many_keys_makes_no_long_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's lock would be held for seconds while it is compiled."""
+    longest, compiled = 0, re.compile
+
+    def measured(pattern: str) -> Any:
+        nonlocal longest
+        longest = max(longest, len(pattern))
+        return compiled(pattern)
+
+    monkeypatch.setattr("rocm_serve.server.call_reader.re.compile", measured)
+    properties: dict[str, Any] = {key: {} for key in ("k" * 9000, *(f"k{number}" for number in range(9000)))}
+    assert found_in(Example("glm45", GLM, [], functions={"get_weather": {"properties": properties}}), [GLM])[2] == OSLO
+    assert 0 < longest < 2000
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,8 @@ def _before_hopper(problem: Problem, target: Target, min_q_len: int) -> Iterator
         kernel = _extend(problem, target, row.tiles, min_q_len)
         if served <= most:
             yield SizedKernel(ServedSteps(min(row.max_rows, most) // ratio), kernel)
-        if row.max_rows > most and problem.head_dim % _FULL_COLUMNS == 0:
+        # Most sequences of a mixed step may be decode's.
+        if row.max_rows > most and problem.head_dim % _FULL_COLUMNS == 0 and min_q_len == 1:
             yield SizedKernel(ServedSteps(row.max_rows // ratio, many_seqs), kernel)
         served = row.max_rows + 1
 

@@ -23,6 +23,7 @@ from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import BoundKernel
+from rocm_attn.providers.mixed import MixedAtOnce
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton import TritonExtend
@@ -129,12 +130,14 @@ def test_sequences_with_few_rows_are_the_plain_kernels_if_heads_are_narrow_windo
     dim: int, window_left: int, most: int, of_many: int, ratio: int
 ) -> None:
     layer = replace(LAYER, **of_dim(dim, num_kv_heads=2, num_q_heads=2 * ratio, window_left=window_left))
-    extend = chosen(layer, on(TRITONS[0])).kernel(StepKind.EXTEND).bound
-    for num_seqs, rows in ((98, most), (99, of_many)):
+    kernels = chosen(layer, on(TRITONS[0]))
+    extend, mixed = kernels.kernel(StepKind.EXTEND).bound, kernels.kernel(StepKind.MIXED).bound
+    assert isinstance(mixed, MixedAtOnce)
+    for kernel, num_seqs, rows in ((extend, 98, most), (extend, 99, of_many), (mixed.in_turn.extend, 99, most)):
         served = {
-            q_len: serving(extend, PaddedShape(StepKind.EXTEND, num_seqs, num_seqs * q_len)) for q_len in range(1, 70)
+            q_len: serving(kernel, PaddedShape(StepKind.EXTEND, num_seqs, num_seqs * q_len)) for q_len in range(1, 70)
         }
-        plain = {q_len for q_len, kernel in served.items() if isinstance(kernel, TritonExtend)}
+        plain = {q_len for q_len, each in served.items() if isinstance(each, TritonExtend)}
         assert plain == set(range(1, rows // ratio + 1))
         assert all(isinstance(served[q_len], HopperExtend) for q_len in served.keys() - plain)
 

@@ -17,6 +17,8 @@ from rocm_attn.errors import BadModel, BadRequest
 
 # Variables of a template that no keyword may replace.
 _VARIABLES = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+# Variables that templates may join to texts or test, though there is nothing in them.
+_UNSET: Mapping[str, Any] = {"tools": None, "documents": None, "bos_token": "", "eos_token": ""}
 # The end of a message that the model continues. No model writes it, and a template that trims a text keeps it.
 _GOES_ON = "<continue-of-rocm-attn>"
 
@@ -93,9 +95,8 @@ class ChatTemplate:
                 .from_string(source)
                 .render(
                     messages=list(messages),
-                    tools=list(tools) or None,
                     add_generation_prompt=rendering.begins_answer and not rendering.goes_on,
-                    **{"documents": None, "bos_token": "", "eos_token": "", **self.tokens, **rendering.keywords},
+                    **{**_UNSET, **self.tokens, **rendering.keywords, "tools": list(tools) or None},
                 )
             )
         except _Refused as error:
@@ -223,7 +224,7 @@ def _reads_parts(source: str) -> bool:
 
     def writes(messages: Sequence[Mapping[str, Any]]) -> bool:
         try:
-            text = _environment().from_string(source).render(messages=messages)
+            text = _environment().from_string(source).render(messages=messages, **_UNSET)
         except (_Refused, _TooMuch, *_TEMPLATE_ERRORS):
             return False
         return text.count(_GOES_ON) >= len(messages)

@@ -107,6 +107,8 @@ def test_a_template_that_reads_parts_alone_gets_a_text_as_one() -> None:
     template = ChatTemplate(f"{parts}{{% endfor %}};{{% endfor %}}")
     assert template.render([*ASKED, {"role": "assistant", "content": "a"}]) == "?;a;"
     assert template.render(ASKED, rendering=Rendering(goes_on=True)) == "?"
+    joins = ChatTemplate(f"{{{{ bos_token + 'a' }}}}{template.source}", {"bos_token": "<s>"})
+    assert joins.render(ASKED) == "<s>a?;"
     both = f"{{% for m in messages %}}{{% if m.content is string %}}plain{{{{ m.content }}}}{{% else %}}{parts}"
     assert ChatTemplate(f"{both}{{% endfor %}}{{% endfor %}}{{% endif %}}{{% endfor %}}").render(ASKED) == "plain?"
     # That of Gemma 3 1B in GGUF files reads parts of the system message, and would fail.

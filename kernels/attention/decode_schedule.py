@@ -13,7 +13,8 @@ So there is no list of parts and no atomic, and the cut depends on nothing but t
 If all rows cost the same, the share may grow by up to a sixteenth, so that it is a multiple of a row or a row is a
 multiple of it: then no program has the end of one row and the beginning of the next. If a row is shorter than a
 multiple, the difference counts as padding after it. The last of several parts of a row may have no positions for the
-row's end, and the padding is negative then.
+row's end, and the padding is negative then. If the longest row has up to WHOLE_BLOCKS key blocks, no share is smaller
+than that row: rows that are alike have a program each.
 
 Programs may work side by side. Then each row of all sequences has an axis of its own, sequence by sequence, and all
 axes have the same number of programs. The axes follow each other, each as long as its programs' shares. So a sequence's

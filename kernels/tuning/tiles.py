@@ -64,8 +64,8 @@ class DecodeTiles:
     early:            whether launches may begin while the one before still runs, and wait on the device for its end
                       ("programmatic dependent launch" of NVIDIA from sm_90 on)
     side_by_side:     whether programs work side by side, each on the same keys of a sequence's rows (DecodeCut)
-    whole_blocks:     key blocks of a step's longest row, up to which every row has one program: adding up two parts
-                      would take longer than reading both
+    whole_blocks:     key blocks of a step's longest row, up to which no share is smaller than that row: adding up two
+                      parts would take longer than reading both. Rows that are alike have a program each then
     merge_group:      parts of a row that the program that ends last with them adds up, and then results of this many
                       groups (merge_within.py); 0: a launch of its own adds up all
     """

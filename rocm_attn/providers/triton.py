@@ -101,9 +101,9 @@ _ROWS_BEFORE_HOPPER = {64: 32, 96: 16}
 # of 4096: 162 and 167; 16 x 8 of 1032: 15 and 19; 29 and 27; 29 and 28. 16 x 8 of 256, 64 x 5: 77 and 96; 138 and 158;
 # but 8 x 16 of 2064: 24 and 22; 40 and 31.
 _ROWS_IN_WINDOWS = {192: 64, 256: 16}
-# Query blocks for each two compute units, from which on all its tiles of few rows take less time, if the head dim is a
-# multiple of _FULL_COLUMNS. 64 x 5 of 2505, 32 x 8 heads of 64: 89 and 95; of 96: 148 and 154; of 128: 164 and 167; 16
-# x 8 of 192: 240 and 248; of 256: 312 and 331. But 15 x 3 of 72: 72 and 66.
+# Query blocks for each two compute units, from which on the plain kernel takes less time with all its tiles of few
+# rows, if the head dim is a multiple of _FULL_COLUMNS. 64 x 5 of 2505, 32 x 8 heads of 64: 89 and 95; of 96: 148 and
+# 154; of 128: 164 and 167; 16 x 8 of 192: 240 and 248; of 256: 312 and 331. But 15 x 3 of 72: 72 and 66.
 _MANY_BLOCKS, _FULL_COLUMNS = 3, 32
 
 

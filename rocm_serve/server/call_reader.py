@@ -267,19 +267,34 @@ class AnswerReader(Reader):
     def _parameters(self, found: _Found) -> _Waits:
         assert self._calls is not None
         pairs: list[tuple[str, str, str]] = []
+        given: set[str] = set()
         before = self._calls.parameter.partition("{")[0]
         head, _, closes = self._calls.parameter.removeprefix(before).partition("{value}")
         marks = self._marks_after_a_value(found["name"])
+        opens = [mark for mark in (*map(str.strip, self._calls.opens), self._calls.call.partition("{")[0]) if mark]
+        ends = self._calls.closes or opens[0]
         while (yield from self._literal(before)):
             one: _Found = {}
             if not (yield from self._pattern(head, one)):
                 return False
-            begin = seen = self._at
-            while (mark := marks.search(self._held, seen)) is None:
-                if self._has_ended:
+            begin = seen = unopened = self._at
+            given.add(one["key"].strip())
+            while True:
+                mark = marks.search(self._held + (ends if self._has_ended else ""), seen)
+                if mark is None:
+                    if self._has_ended:
+                        return False
+                    seen = max(seen, len(self._held) - 2 * MOST_SHORT)  # longer than any mark
+                    yield
+                    continue
+                places = () if mark[1] else (self._held.rfind(each, unopened, mark.start()) for each in opens)
+                if (place := next((each for each in places if each >= 0), -1)) >= 0:
+                    # The model began anew: this is no call, and the one there may be.
+                    self._at = len(self._held[:place].rstrip())
                     return False
-                seen = max(begin, len(self._held) - 2 * MOST_SHORT)  # longer than any mark
-                yield
+                if mark[2] not in given:
+                    break
+                seen = unopened = mark.end()  # the call has this parameter already, so it is text
             value, self._at = self._held[begin : mark.start()], mark.end() if mark[1] else mark.start()
             if not mark[1]:
                 value = value.rstrip()
@@ -292,7 +307,8 @@ class AnswerReader(Reader):
     def _marks_after_a_value(self, name: str) -> re.Pattern[str]:
         """Finds the mark that closes a value of a function's parameter, which is group 1, and else what follows it.
 
-        Qwen3-Coder and others may leave the mark out before another parameter or the end of a call.
+        Qwen3-Coder and others may leave the mark out before another parameter, whose key is group 2, or the end of a
+        call.
         """
         form = self._calls
         assert form is not None
@@ -300,7 +316,7 @@ class AnswerReader(Reader):
         keys = [key for key in islice(properties_of(self._functions[name]), _MOST_KEYS) if len(key) <= MOST_SHORT]
         follow = [mark.strip() for mark in (form.closes, form.call.partition("{")[0], *form.opens) if mark]
         closes, ends = (re.escape(each.rpartition("}")[2].strip()) for each in (form.parameter, form.call))
-        begins = f"{re.escape(before)}(?:{'|'.join(map(re.escape, keys)) or '(?!)'}){re.escape(after.split()[0])}"
+        begins = f"{re.escape(before)}({'|'.join(map(re.escape, keys)) or '(?!)'}){re.escape(after.split()[0])}"
         return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})")
 
     def _literal(self, text: str) -> _Waits:

@@ -17,6 +17,8 @@ from rocm_attn.errors import BadModel, BadRequest
 
 # Variables of a template that no keyword may replace.
 _VARIABLES = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+# Variables that templates may join to texts or test, though there is nothing in them.
+_UNSET: Mapping[str, Any] = {"tools": None, "documents": None, "bos_token": "", "eos_token": ""}
 # The end of a message that the model continues. No model writes it, and a template that trims a text keeps it.
 _GOES_ON = "<continue-of-rocm-attn>"
 
@@ -85,17 +87,15 @@ class ChatTemplate:
         if rendering.goes_on:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _GOES_ON}]
         source = (tools and self.with_tools) or self.source
-        if _reads_parts(source):
-            messages = list(map(_in_parts, messages))
+        in_parts = _roles_in_parts(source)
         try:
             text = (
                 _environment()
                 .from_string(source)
                 .render(
-                    messages=list(messages),
-                    tools=list(tools) or None,
+                    messages=[_as_read(message, in_parts) for message in messages],
                     add_generation_prompt=rendering.begins_answer and not rendering.goes_on,
-                    **{"documents": None, "bos_token": "", "eos_token": "", **self.tokens, **rendering.keywords},
+                    **{**_UNSET, **self.tokens, **rendering.keywords, "tools": list(tools) or None},
                 )
             )
         except _Refused as error:
@@ -213,23 +213,39 @@ def _environment() -> _Sandbox:
     return environment
 
 
+# Conversations that show how a template reads the texts of a role.
+_TRIALS = {
+    "user": ("user",),
+    "assistant": ("user", "assistant", "user"),
+    "system": ("system", "user"),
+    "tool": ("user", "assistant", "tool"),
+}
+
+
 @lru_cache(maxsize=8)
-def _reads_parts(source: str) -> bool:
-    """True if a template writes texts that are lists of parts, and leaves out plain ones, as Llama Guard's does.
+def _roles_in_parts(source: str) -> frozenset[str]:
+    """Returns the roles whose texts a template writes as lists of parts, and leaves out else: all in Llama Guard's.
 
     Templates of Gemma 3 in GGUF files read only a system message so.
     """
-    user, system = ({"role": role, "content": _GOES_ON} for role in ("user", "system"))
 
-    def writes(messages: Sequence[Mapping[str, Any]]) -> bool:
+    def writes(said: Sequence[str], in_parts: frozenset[str]) -> bool:
+        messages = [_as_read({"role": role, "content": _GOES_ON}, in_parts) for role in said]
         try:
-            text = _environment().from_string(source).render(messages=messages)
+            text = _environment().from_string(source).render(messages=messages, **_UNSET)
         except (_Refused, _TooMuch, *_TEMPLATE_ERRORS):
             return False
         return text.count(_GOES_ON) >= len(messages)
 
-    return any(not writes(said) and writes(list(map(_in_parts, said))) for said in ([user], [system, user]))
+    found: frozenset[str] = frozenset()
+    for role, said in _TRIALS.items():
+        if not writes(said, found) and writes(said, found | {role}):
+            found |= {role}
+    return found
 
 
-def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _as_read(message: Mapping[str, Any], in_parts: frozenset[str]) -> Mapping[str, Any]:
+    """Returns a message as a template reads it. in_parts: _roles_in_parts"""
+    if message["role"] not in in_parts:
+        return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}

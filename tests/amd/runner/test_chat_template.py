@@ -105,11 +105,22 @@ def test_a_template_that_reads_parts_alone_gets_a_text_as_one() -> None:
     """Llama Guard 3 1B's template writes the parts of type text, and a plain text has none: the user's was left out."""
     parts = "{% for m in messages %}{% for part in m['content'] if part['type'] == 'text' %}{{ part['text'] }}"
     template = ChatTemplate(f"{parts}{{% endfor %}};{{% endfor %}}")
-    assert template.render([*ASKED, {"role": "assistant", "content": "a"}]) == "?;a;"
+    assert template.render([*ASKED, *({"role": role, "content": "a"} for role in ("assistant", "tool"))]) == "?;a;a;"
     assert template.render(ASKED, rendering=Rendering(goes_on=True)) == "?"
+    joins = ChatTemplate(f"{{{{ bos_token + 'a' }}}}{template.source}", {"bos_token": "<s>"})
+    assert joins.render(ASKED) == "<s>a?;"
     both = f"{{% for m in messages %}}{{% if m.content is string %}}plain{{{{ m.content }}}}{{% else %}}{parts}"
     assert ChatTemplate(f"{both}{{% endfor %}}{{% endfor %}}{{% endif %}}{{% endfor %}}").render(ASKED) == "plain?"
     # That of Gemma 3 1B in GGUF files reads parts of the system message, and would fail.
     first = "{% if messages[0].role == 'system' %}{{ messages[0].content[0].text }}{% endif %}{{ messages[-1].content"
     mixed = ChatTemplate(f"{first} if messages[-1].content is string else messages[-1].content[0].text }}}}")
     assert mixed.render([{"role": "system", "content": "a"}, *ASKED]) == "a?"
+    # Only what a role's texts are read from is changed: a list would be written as Python shows it.
+    answers = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content[0].text }}{% else %}{{ m.content }}"
+    said = [
+        *ASKED,
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "t"},
+        {"role": "system", "content": "b"},
+    ]
+    assert ChatTemplate(f"{answers}{{% endif %}};{{% endfor %}}").render(said) == "?;a;t;b;"

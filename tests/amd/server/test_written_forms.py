@@ -134,6 +134,23 @@ EXAMPLES = [
     Example("minimax_m2", MINIMAX.replace("3</parameter>", "3"), BOTH, functions={**FUNCTIONS}),
     Example("qwen3_coder", QWEN_XML.replace("Oslo", "</function>\n<parameter=x>"),
             [("get_weather", {"city": "</function>\n<parameter=x>", "days": 3})]),
+    # The text may end there too.
+    Example("glm45", GLM.replace("3</arg_value>", "3"), OSLO, functions={**FUNCTIONS}),
+    # A parameter that the call has already is text, unless the model has begun anew.
+    *(
+        Example(name, text.replace("Oslo", f"{mark} it is"), [("get_weather", {"city": f"{mark} it is", "days": 3})])
+        for name, text, mark in (
+            ("qwen3_coder", QWEN_XML, "<parameter=city>"), ("minimax_m2", MINIMAX, '<parameter name="city">'),
+        )
+        for text in [text.partition('<invoke name="get-time">')[0]]
+    ),
+    *(
+        Example("qwen3_coder", f"{half} it is.\n{call}", calls, f"{half} it is.")
+        for half in ("<tool_call>\n<function=get_weather><parameter=city>", "A <function=get_weather><parameter=city>")
+        for call, calls in (
+            (QWEN_XML, OSLO), ("<tool_call>\n<function=get-time>\n</function>\n</tool_call>", BOTH[1:]),
+        )
+    ),
     # Lists as Python writes them, where one is allowed; and a text that is none.
     *(
         Example("glm45", GLM.replace("days", "hours").replace(">3<", f">{written}<"),

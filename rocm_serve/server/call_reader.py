@@ -102,8 +102,8 @@ class AnswerReader(Reader):
         """Each mark that may come in a text, and what it does."""
         marks: dict[str, str] = {}
         if self._calls is not None:  # Qwen3-Coder and others may leave out the mark before a call
-            marks = {self._calls.call.partition("{")[0]: "call"}
-            marks |= dict.fromkeys((mark.strip() for mark in self._calls.opens), "calls")
+            own = self._calls.own_mark
+            marks = {mark: "call" if mark == own else "calls" for mark in self._calls.begins}
         if self._reasoning is not None:
             form = self._reasoning
             marks |= {form.opens: "reasoning"} | dict.fromkeys((form.resumes, form.answers, *form.drops), "drop")
@@ -271,30 +271,15 @@ class AnswerReader(Reader):
         before = self._calls.parameter.partition("{")[0]
         head, _, closes = self._calls.parameter.removeprefix(before).partition("{value}")
         marks = self._marks_after_a_value(found["name"])
-        opens = [mark for mark in (*map(str.strip, self._calls.opens), self._calls.call.partition("{")[0]) if mark]
-        ends = self._calls.closes or opens[0]
         while (yield from self._literal(before)):
             one: _Found = {}
             if not (yield from self._pattern(head, one)):
                 return False
-            begin = seen = unopened = self._at
+            begin = self._at
             given.add(one["key"].strip())
-            while True:
-                mark = marks.search(self._held + (ends if self._has_ended else ""), seen)
-                if mark is None:
-                    if self._has_ended:
-                        return False
-                    seen = max(seen, len(self._held) - 2 * MOST_SHORT)  # longer than any mark
-                    yield
-                    continue
-                places = () if mark[1] else (self._held.rfind(each, unopened, mark.start()) for each in opens)
-                if (place := next((each for each in places if each >= 0), -1)) >= 0:
-                    # The model began anew: this is no call, and the one there may be.
-                    self._at = len(self._held[:place].rstrip())
-                    return False
-                if mark[2] not in given:
-                    break
-                seen = unopened = mark.end()  # the call has this parameter already, so it is text
+            mark = yield from self._end_of_value(marks, given)
+            if mark is None:
+                return False
             value, self._at = self._held[begin : mark.start()], mark.end() if mark[1] else mark.start()
             if not mark[1]:
                 value = value.rstrip()
@@ -303,6 +288,32 @@ class AnswerReader(Reader):
             pairs.append((one["key"].strip(), value, one.get("kind", "")))
         found["parameters"] = pairs
         return True
+
+    def _end_of_value(self, marks: re.Pattern[str], given: set[str]) -> Generator[None, None, re.Match[str] | None]:
+        """Returns what ends the value that begins where _at is; None if nothing does.
+
+        marks: _marks_after_a_value(); given: keys that the call has, as a parameter with one of them is text
+        """
+        form = self._calls
+        assert form is not None
+        ends = form.closes or form.begins[0]  # the text's end may stand for it
+        seen = unopened = self._at
+        while True:
+            mark = marks.search(self._held + (ends if self._has_ended else ""), seen)
+            if mark is None:
+                if self._has_ended:
+                    return None
+                seen = max(seen, len(self._held) - 2 * MOST_SHORT)  # longer than any mark
+                yield
+                continue
+            places = () if mark[1] else (self._held.rfind(each, unopened, mark.start()) for each in form.begins)
+            if (place := next((each for each in places if each >= 0), -1)) >= 0:
+                # The model began anew: this is no call, and the one there may be.
+                self._at = len(self._held[:place].rstrip())
+                return None
+            if mark[2] not in given:
+                return mark
+            seen = unopened = mark.end()
 
     def _marks_after_a_value(self, name: str) -> re.Pattern[str]:
         """Finds the mark that closes a value of a function's parameter, which is group 1, and else what follows it.
@@ -314,7 +325,7 @@ class AnswerReader(Reader):
         assert form is not None
         before, _, _, after, *_ = HOLE.split(form.parameter)
         keys = [key for key in islice(properties_of(self._functions[name]), _MOST_KEYS) if len(key) <= MOST_SHORT]
-        follow = [mark.strip() for mark in (form.closes, form.call.partition("{")[0], *form.opens) if mark]
+        follow = [mark for mark in (form.closes.strip(), *form.begins) if mark]
         closes, ends = (re.escape(each.rpartition("}")[2].strip()) for each in (form.parameter, form.call))
         begins = f"{re.escape(before)}({'|'.join(map(re.escape, keys)) or '(?!)'}){re.escape(after.split()[0])}"
         return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})")

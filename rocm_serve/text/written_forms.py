@@ -58,6 +58,16 @@ class CallForm:
         """All that it writes, except for what is in holes."""
         return " ".join((*self.opens, self.call, self.closes, self.parameter))
 
+    @property
+    def own_mark(self) -> str:
+        """The mark that each call itself begins with; "" if there is none."""
+        return self.call.partition("{")[0]
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """All marks that a call may begin with, without blanks around them; its own mark is the last one."""
+        return tuple(mark for mark in (*map(str.strip, self.opens), self.own_mark) if mark)
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:

@@ -516,7 +516,11 @@ def _decode_kernel(
             if M.GROUP > 0:
                 position += take
             done = 0
-            seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
+            # Side by side, a sequence has one row on the program's axis.
+            of_axis: tl.constexpr = 1 if R.SIDE_BY_SIDE else R.ROWS
+            seq, next_of_axis, kv_len = next_row(schedule, num_programs, work, seq, row, of_axis, kv_len)
+            if not R.SIDE_BY_SIDE:
+                row = next_of_axis
 
 
 def launch_paged_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> None:

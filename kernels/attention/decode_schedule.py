@@ -137,19 +137,16 @@ def number_of_program(launched, num_programs, R: tl.constexpr):
 
 
 @triton.jit
-def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R: tl.constexpr):
+def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len):
     """Sequence, row and kv_len of the row after this one; a sequence that takes no part (-1) has no row visited.
 
     work:     cost that the program still has to do; if there is none, there may be no row
     num_rows: of the sequence, if it takes part
     """
-    if R.SIDE_BY_SIDE:
-        seq += 1
-    else:
-        # A mask of kv_len < 0 would be kept in two scalar registers all through the loop over keys.
-        row = tl.maximum(row + 1, (kv_len >> 31) & num_rows)
-        seq = tl.where(row >= num_rows, seq + 1, seq)
-        row = tl.where(row >= num_rows, 0, row)
+    # A mask of kv_len < 0 would be kept in two scalar registers all through the loop over keys.
+    row = tl.maximum(row + 1, (kv_len >> 31) & num_rows)
+    seq = tl.where(row >= num_rows, seq + 1, seq)
+    row = tl.where(row >= num_rows, 0, row)
     words = words_of_seq(schedule, num_programs, seq)
     return seq, row, tl.load(words + SEQ_KV_LEN, mask=work > 0, other=-1)
 

@@ -140,7 +140,7 @@ def _segment_decode_kernel(
         work -= take
         done = 0
         row_start += row_cost
-        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
+        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len)
 
 
 def launch_segment_decode(

@@ -273,7 +273,7 @@ def _cdna_decode_kernel(
         else:
             work -= take
             done = 0
-            seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
+            seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len)
 
 
 def launch_cdna_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut, tiles: DecodeTiles) -> None:

@@ -239,7 +239,7 @@ def _cdna_latent_decode_kernel(
                 store_heads(lds, state, to, token, first_head, num_heads, part, is_whole, G)
         work -= take
         done = 0
-        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
+        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len)
 
 
 def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut) -> None:

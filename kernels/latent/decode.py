@@ -204,7 +204,7 @@ def _latent_decode_kernel(
         work -= take
         done = 0
         num_rows = rows_of_tokens(q_len, R.ROWS, T)
-        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R)
+        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, num_rows, kv_len)
 
 
 def launch_latent_decode(

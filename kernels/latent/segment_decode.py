@@ -112,7 +112,7 @@ def _latent_segment_decode_kernel(
         work -= take
         done = 0
         row_start += row_cost
-        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
+        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len)
 
 
 def launch_latent_segment_decode(

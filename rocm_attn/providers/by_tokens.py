@@ -134,6 +134,11 @@ class KernelByTokens:
         return next((sized.kernel for sized in self.short if sized.steps.hold(shape)), self.other)
 
 
+def serving(bound: BoundKernel, shape: PaddedShape) -> BoundKernel:
+    """The kernel that serves steps of a shape."""
+    return bound.of_shape(shape) if isinstance(bound, KernelByTokens) else bound
+
+
 def _said(steps: ServedSteps) -> str:
     """Steps in words."""
     of_seqs = f" of {steps.min_seqs} sequences or more" if steps.min_seqs > 1 else ""

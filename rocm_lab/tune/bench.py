@@ -22,7 +22,7 @@ from rocm_attn.kernels.tuning.tiles import ANY_ROWS, ExtendTiles
 from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
-from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.by_tokens import serving
 from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.select import select
 from rocm_lab.bench.batch_spec import BatchSpec
@@ -220,8 +220,7 @@ def kernel_of(job: TuneJob, tiles: Tiles, data: StepData, target: Target) -> Bou
     """The kernel that would serve a step of the layer if these tiles were measured."""
     problem = replace(job.problem, wants_lse=data.lse is not None)
     selection = select(problem, replace(target, measured=(job.choice(tiles, _ON_TRIAL),)), "triton")
-    bound = selection.kernel(data.kind).bound
-    return bound.of_shape(data.bounds.shape) if isinstance(bound, KernelByTokens) else bound
+    return serving(selection.kernel(data.kind).bound, data.bounds.shape)
 
 
 def edges_of(job: TuneJob) -> list[BatchSpec]:

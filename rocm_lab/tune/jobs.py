@@ -12,9 +12,8 @@ from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, Ti
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, NoTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, PoolKind, Problem
-from rocm_attn.providers.by_tokens import KernelByTokens, likely_q_len
-from rocm_attn.providers.contract import BoundKernel
-from rocm_attn.providers.select import Selection, select
+from rocm_attn.providers.by_tokens import likely_q_len, serving
+from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import (
     decode_tiles_of,
     extend_choices_of_table,
@@ -130,7 +129,7 @@ def _jobs_of(problem: Problem, target: Target, shapes: Sequence[BatchSpec]) -> I
         by_hopper = decodes
     elif decodes:
         yield from _decode_jobs(problem, static, decodes)
-    bound = {shape: _extend_of(selection, shape) for shape in extends}
+    bound = {shape: serving(selection.kernel(StepKind.EXTEND).bound, _padded(shape)) for shape in extends}
     by_hopper += tuple(shape for shape in extends if isinstance(bound[shape], HopperExtend))
     # The tiles of extend for CDNA are not searched.
     left = [shape for shape in extends if not isinstance(bound[shape], HopperExtend | CdnaExtend)]
@@ -158,12 +157,6 @@ def _decode_jobs(problem: Problem, static: Target, shapes: tuple[BatchSpec, ...]
         return
     yield TuneJob.of(TileTable.CDNA_DECODE, problem, bound.tiles, shapes)
     yield TuneJob(TileTable.DECODE, problem, ANY_ROWS, tiles, bound.tiles, shapes)
-
-
-def _extend_of(selection: Selection, shape: BatchSpec) -> BoundKernel:
-    """The kernel of an extend step."""
-    bound = selection.kernel(StepKind.EXTEND).bound
-    return bound.of_shape(_padded(shape)) if isinstance(bound, KernelByTokens) else bound
 
 
 def _choices(problem: Problem, shape: BatchSpec) -> int:

@@ -14,7 +14,7 @@ from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_CODES
 from rocm_attn.machine.releases import Release
 from rocm_attn.problem import Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.by_tokens import KernelByTokens, serving
 from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
@@ -347,8 +347,7 @@ def test_it_leaves_the_steps_of_few_tokens_as_they_were() -> None:
         before = bound.extend if isinstance(bound, TritonMixed) else bound
         for num_seqs, num_tokens in ((1, 1), (4, 40), (4, 1000), (64, 1024), (1, LEAST_TOKENS - 1)):
             shape = PaddedShape(kind, num_seqs, num_tokens)
-            same = before.of_shape(shape) if isinstance(before, KernelByTokens) else before
-            assert extend_of(kind, num_seqs, num_tokens) == same
+            assert extend_of(kind, num_seqs, num_tokens) == serving(before, shape)
 
 
 def test_a_step_has_room_for_the_schedule_and_the_workspace_of_either_kernel() -> None:

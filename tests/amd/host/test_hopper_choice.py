@@ -21,7 +21,7 @@ from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tile
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.by_tokens import KernelByTokens, serving
 from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.mixed import MixedAtOnce
 from rocm_attn.providers.select import Selection, select
@@ -58,11 +58,6 @@ def hopper_of(kernel: BoundKernel) -> HopperExtend:
     found = kernel.other if isinstance(kernel, KernelByTokens) else kernel
     assert isinstance(found, HopperExtend)
     return found
-
-
-def serving(kernel: BoundKernel, shape: PaddedShape) -> BoundKernel:
-    """Returns the kernel of a step."""
-    return kernel.of_shape(shape) if isinstance(kernel, KernelByTokens) else kernel
 
 
 def kernels_by_tokens(kernel: Any) -> list[Any]:

@@ -440,7 +440,6 @@ class ExtendCut:
         # and a program that draws one would take it for the end.
         assert not sharing.programs or sharing.row_keys > 0, "a row without keys costs something, too"
         assert sharing.segment_len or not sharing.shares_first, "other attention counts with it in any case"
-        assert not (sharing.segment_len and sharing.alike_keys), "segments of a row are looked for by equal shares"
 
     @classmethod
     def of(cls, tiles: ExtendTiles, *, gqa_ratio: int, causal: bool, min_q_len: int = 1) -> ExtendCut:
@@ -488,6 +487,7 @@ class ExtendCut:
             least_keys=segment_len,
             most_keys=most_segments * segment_len,
             segment_len=segment_len,
+            alike_keys=self.sharing.alike_keys if split_keys < NEVER_SPLIT else 0,
             shares_first=shares_first,
         )
         return replace(self, sharing=sharing)

@@ -34,7 +34,8 @@ speed until its neighbour ends.
 Deterministic attention shares rows by whole segments (segment_len) and keeps each as a part. So a share takes as long
 as its segments, rounded up, and costs gain / 16 of its keys more. No share is smaller than a segment: if rows are few,
 some programs have no share, and these take the longest of the whole rows (hopper/rows.py). Or whole rows are a launch
-of their own, after that of the shares (shares_first).
+of their own, after that of the shares (shares_first). Rows that are cut alike have parts of as few whole segments as
+programs allow. Else a share that is a little longer than a segment may have the ends of two.
 
 The schedule is int32, flat, BLOCK_WORDS per block, then SHARE_WORDS per program. num_tokens // query_tokens + num_seqs
 + 1 blocks are enough for any split of num_tokens, the padded tail included. Costs are in keys, 64 bits.
@@ -331,13 +332,20 @@ def _alike_parts(schedule, num_blocks, num_programs, least_keys, G: tl.constexpr
         cost = _cost_before(schedule, first + lane + 1, is_block) - _cost_before(schedule, first + lane, is_block)
         longest = tl.maximum(longest, tl.max(cost, 0))
     keys = tl.maximum(longest - G.ROW_KEYS, 0)
-    of_least = (keys // tl.maximum(least_keys, 1)).to(tl.int32)
-    of_halves = (keys // tl.maximum(least_keys // 2, 1)).to(tl.int32)
-    most = tl.maximum(of_least, tl.minimum(of_halves, _SMALL_PARTS))
-    parts = tl.maximum(tl.minimum(num_programs // tl.maximum(num_blocks * G.ROWS, 1), most), 1)
-    # The keys by which the last part of the longest row is shorter.
-    row_end = tl.minimum(tl.cdiv(keys, parts) // 2, G.ROW_KEYS)
-    return parts, tl.cdiv(keys + row_end, parts)
+    programs_of_row = num_programs // tl.maximum(num_blocks * G.ROWS, 1)
+    if G.SEGMENT_LEN > 0:
+        segments = tl.cdiv(keys, G.SEGMENT_LEN)
+        parts = tl.maximum(tl.minimum(programs_of_row, segments.to(tl.int32)), 1)
+        size = tl.cdiv(segments, parts) * G.SEGMENT_LEN
+    else:
+        of_least = (keys // tl.maximum(least_keys, 1)).to(tl.int32)
+        of_halves = (keys // tl.maximum(least_keys // 2, 1)).to(tl.int32)
+        most = tl.maximum(of_least, tl.minimum(of_halves, _SMALL_PARTS))
+        parts = tl.maximum(tl.minimum(programs_of_row, most), 1)
+        # The keys by which the last part of the longest row is shorter.
+        row_end = tl.minimum(tl.cdiv(keys, parts) // 2, G.ROW_KEYS)
+        size = tl.cdiv(keys + row_end, parts)
+    return parts, size
 
 
 @triton.jit(
@@ -407,7 +415,7 @@ def _share_kernel(
     parts = 0
     if G.ALIKE_KEYS > 0:
         most, size = _alike_parts(schedule, num_blocks, num_programs, least_keys, G)
-        if (most > 1) & (size + G.ALIKE_KEYS <= tl.min(estimate, 0)):
+        if (most > 1) & (size <= most_keys) & (size + G.ALIKE_KEYS <= tl.min(estimate, 0)):
             parts, share, cut_blocks = most, size, num_blocks
             index, part = program // parts, program % parts
             at = tl.minimum(index // ROWS, num_blocks)

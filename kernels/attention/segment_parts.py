@@ -24,6 +24,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
     SHARE_BLOCK,
     SHARE_DONE,
+    SHARE_PARTS,
     SHARE_ROW,
     SHARE_SIZE,
     SHARE_START,
@@ -84,8 +85,8 @@ class SharedSegmentRow(NamedTuple):
 
 
 @triton.jit
-def _shared_row(words, start, size, kv_len, window_left, G: tl.constexpr):
-    """The row of a query block that starts at a position of the axis of costs."""
+def _shared_row(words, start, size, row_keys, kv_len, window_left, G: tl.constexpr):
+    """The row of a query block that starts at a position of the axis of costs. row_keys: before its keys there"""
     kv_index = tl.load(words + BLOCK_KV_INDEX)
     num_keys = tl.load(words + BLOCK_KEYS)
     end_key = kv_index + tl.load(words + BLOCK_TOKENS) if G.CAUSAL else tl.load(kv_len + tl.load(words + BLOCK_SEQ))
@@ -94,8 +95,8 @@ def _shared_row(words, start, size, kv_len, window_left, G: tl.constexpr):
         first_key = tl.maximum(kv_index - window_left, 0)
     began = start // size
     row_start = (start % size).to(tl.int32)
-    after = (row_start + num_keys + G.ROW_KEYS - 1) // size
-    zero = row_start + G.ROW_KEYS - (end_key - num_keys)
+    after = (row_start + num_keys + row_keys - 1) // size
+    zero = row_start + row_keys - (end_key - num_keys)
     end = tl.cdiv(end_key, G.SEGMENT_LEN)
     return SharedSegmentRow(began, after, first_key // G.SEGMENT_LEN, end, zero, size)
 
@@ -167,7 +168,10 @@ def _segment_parts_kernel(
         words = schedule + tl.load(share + SHARE_BLOCK) * BLOCK_WORDS
         num_lines = tl.load(words + BLOCK_TOKENS) * G.GQA_RATIO
         if tl.program_id(1) * G.LINES < num_lines:
-            row = _shared_row(words, start, size, kv_len, window_left, G)
+            # The first part of a row that is cut alike has the cost of beginning in addition to as many keys as others.
+            is_alike = tl.load((share + SHARE_PARTS).to(tl.pointer_type(tl.int64))) > 0
+            row_keys = tl.where(is_alike, 0, G.ROW_KEYS)
+            row = _shared_row(words, start, size, row_keys, kv_len, window_left, G)
             column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
             sums = partials + num_programs * (G.SLOTS * G.QUERY_ROWS * G.DIM)
             acc, maximum, total = _merged_parts(partials, sums, row, line, column, G)

@@ -146,12 +146,16 @@ def _parts_of_alike(costs: Sequence[int], estimate: int, sharing: RowSharing) ->
     keys = max(costs) - sharing.row_keys
     most = sharing.programs // (len(costs) * sharing.rows)
     least = max(sharing.least_keys, 1)
-    parts = min(most, max(keys // least, min(8, keys // max(least // 2, 1))))
-    if parts < 2:
-        return None
-    row_end = min(-(-keys // parts) // 2, sharing.row_keys)
-    size = -(-(keys + row_end) // parts)
-    return (parts, size) if size + sharing.alike_keys <= estimate else None
+    if sharing.segment_len:
+        segments = -(-keys // sharing.segment_len)
+        parts = min(most, segments)
+        size = -(-segments // max(parts, 1)) * sharing.segment_len
+    else:
+        parts = min(most, max(keys // least, min(8, keys // max(least // 2, 1))))
+        row_end = min(-(-keys // max(parts, 1)) // 2, sharing.row_keys)
+        size = -(-(keys + row_end) // max(parts, 1))
+    serves = parts > 1 and size <= sharing.most_keys and size + sharing.alike_keys <= estimate
+    return (parts, size) if serves else None
 
 
 def _equal_parts(costs: Sequence[int], parts: int, size: int, sharing: RowSharing) -> list[int]:

@@ -62,8 +62,9 @@ def steps(draw: st.DrawFn) -> Step:
         least_keys=draw(st.integers(1, 60)),
     )
     segments = sharing._replace(segment_len=32)
-    kinds = [segments, segments._replace(shares_first=True), sharing._replace(alike_keys=1)]
-    return Step(tuple(seqs), draw(st.sampled_from([sharing, *kinds, sharing._replace(alike_keys=30)])))
+    kinds = [sharing, segments, segments._replace(shares_first=True)]
+    sharing = draw(st.sampled_from(kinds))
+    return Step(tuple(seqs), sharing._replace(alike_keys=draw(st.sampled_from([0, 1, 30]))))
 
 
 # A program's whole row, and the last part of another row.
@@ -221,6 +222,30 @@ def test_by_segments_few_rows_are_shared_that_fill_the_last_round() -> None:
     assert dear.shares()[0][7] == 0
 
 
+def test_rows_that_are_cut_alike_have_as_few_segments_of_a_program_as_there_can_be() -> None:
+    """Eight rows of four segments, for 32 programs. A share is a little longer than a segment, so that one of them has
+    the ends of two; equal parts have one each.
+    """
+    sharing = RowSharing(
+        programs=32, rows=2, row_keys=8, split_keys=8, gain=4, least_keys=32, most_keys=999, segment_len=32
+    )
+
+    def most_segments(step: Step) -> int:
+        """Of a program. A row's last segment ends with its 125 keys."""
+        segments: dict[int, int] = defaultdict(int)
+        for parts in taken(step).values():
+            for program, start, end in parts:
+                key = max(end - sharing.row_keys, 0)
+                segments[program] += (128 if key == 125 else key) // 32 - max(start - sharing.row_keys, 0) // 32
+        return max(segments.values())
+
+    step = Step(((120, 5),) * 4, sharing)
+    alike = Step(step.seqs, sharing._replace(alike_keys=1))
+    assert (most_segments(step), most_segments(alike)) == (2, 1)
+    assert {len(parts) for parts in taken(alike).values()} == {4}
+    assert all(parts == 0 for *_, parts, _ in Step(step.seqs, alike.sharing._replace(most_keys=31)).shares())
+
+
 FIVE_ROWS = Step(
     ((251, 5), (250, 5), (145, 5), (145, 5), (145, 5)),
     RowSharing(programs=4, rows=1, row_keys=1, split_keys=0, gain=4, least_keys=128, most_keys=999, segment_len=128),
@@ -247,7 +272,6 @@ def test_where_whole_rows_begin_after_shares_these_are_worth_less() -> None:
     [
         (RowSharing(programs=5, row_keys=0), "costs something"),
         (RowSharing(programs=5, shares_first=True), "counts with it in any case"),
-        (RowSharing(programs=5, segment_len=32, alike_keys=1), "by equal shares"),
     ],
 )
 def test_what_would_leave_rows_out_is_refused(wrong: RowSharing, said: str) -> None:

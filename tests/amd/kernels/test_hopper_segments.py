@@ -84,6 +84,8 @@ SEGMENTS = Case([2100, 1024, 70, 1025, 3000], [70, 33, 40, 65, 33], heads=(8, 2)
 
 # Shares of several segments, of one, and of less than one: then most programs have none of a row.
 SHARED_SEGMENTS = [ALL_SHARED._replace(programs=programs) for programs in (16, 48, 132)]
+# Rows that are cut alike, into parts of one segment and of two.
+SHARED_SEGMENTS += [ALL_SHARED._replace(programs=programs, split_keys=1 << 13, alike_keys=1) for programs in (132, 60)]
 
 
 SEGMENT_SCORES: list[dict[str, Any]] = [

@@ -6,14 +6,25 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.cuts import SHARE_WORDS, DecodeCut
+from rocm_attn.kernels.attention.extend_schedule import SHARE_PARTS
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.visible_keys import PackedMask
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import UNLIMITED_WINDOW
-from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Run, Tensors, assert_served, assert_serves, build, dtypes
+from tests.amd.kernels.attention_cases import (
+    UNTOUCHED,
+    Case,
+    Run,
+    Tensors,
+    assert_served,
+    assert_serves,
+    build,
+    dtypes,
+    extend_cut,
+)
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.kernels.segment_cases import (
     all_shared,
@@ -23,6 +34,7 @@ from tests.amd.kernels.segment_cases import (
     run_extend,
     run_extend_twin,
 )
+from tests.amd.schedule_twins import extend_schedule
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +135,22 @@ def test_how_programs_share_rows_of_an_extend_changes_no_bit(
     tiles = replace(tiles_at(kernel_device, whole.case), shared_segments=40, left_in_memory=False)
     run_extend(whole, tiles=tiles)
     assert run_extend(shared, tiles=tiles, sharing=all_shared(tiles, programs)) > 0
+    assert_served(shared)
+    assert torch.equal(shared.out, whole.out)
+    assert torch.equal(shared.lse, whole.lse)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("name", ["plain", "long_window", "not_causal"])
+def test_rows_that_are_cut_alike_into_segments_keep_their_bits(name: str, kernel_device: torch.device) -> None:
+    whole, shared = (build(CASES[name], kernel_device) for _ in range(2))
+    tiles = replace(tiles_at(kernel_device, whole.case), shared_segments=40, left_in_memory=False)
+    sharing = all_shared(tiles, 80)._replace(split_keys=1 << 12, alike_keys=1)
+    run_extend(whole, tiles=tiles)
+    cut = extend_cut(shared, tiles.extend, sharing)
+    words = extend_schedule(shared.case.kv_len, shared.case.q_len, cut, shared.q.shape[0])
+    assert words[SHARE_PARTS.value - SHARE_WORDS] > 1
+    run_extend(shared, tiles=tiles, sharing=sharing)
     assert_served(shared)
     assert torch.equal(shared.out, whole.out)
     assert torch.equal(shared.lse, whole.lse)

@@ -148,16 +148,6 @@ class DecodeCut:
             merge_rows=-(-programs // _MOST_PARTS) if tiles.merge_group and not has_slots else 0,
         )
 
-    def of_lengths(self, max_kv_len: int) -> DecodeCut:
-        """The cut of sequences of up to max_kv_len tokens. If rows have no more blocks than two groups have parts, no
-        step is merged by a launch of its own, nor has it one of the other cuts that is: with short sequences launches
-        take longer than kernels.
-        """
-        if max_kv_len > 2 * self.merge_group * self.key_block:
-            return self
-        within = (replace(each, cut=replace(each.cut, merge_rows=0)) for each in self.others if each.cut.merge_group)
-        return replace(self, merge_rows=0, others=tuple(within))
-
     def other_of(self, num_seqs: int) -> CutByRows | None:
         """The one of the others that serves steps of num_seqs padded sequences; None: this cut does."""
         return next((each for each in self.others if each.least <= num_seqs * each.cut.rows <= each.most), None)

@@ -26,7 +26,6 @@ from rocm_attn.providers import (
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.chunk_decode import of_chunks
 from rocm_attn.providers.contract import (
-    SMALLEST_POOL,
     Bind,
     BoundKernel,
     KernelEntry,
@@ -164,10 +163,7 @@ class TritonExtend(MaskableExtend[ExtendTiles]):
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:
     tiles = decode_tiles_of(problem, target)
-    cut = decode_cut_of(problem, target, tiles)
-    # If no pool is known, sequences may be of any length.
-    cut = cut if pool == SMALLEST_POOL else cut.of_lengths(pool.max_kv_len)
-    return TritonDecode(problem, scores_of(problem), tiles, cut)
+    return TritonDecode(problem, scores_of(problem), tiles, decode_cut_of(problem, target, tiles))
 
 
 def _bind_decode_alone(problem: Problem, target: Target, pool: PoolSize) -> TritonDecode:

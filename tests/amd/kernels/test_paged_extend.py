@@ -356,6 +356,7 @@ BY_SEGMENTS = RowSharing(
         RowSharing(programs=7, rows=2, row_keys=20, split_keys=-99999, gain=0, least_keys=64, most_keys=200),
         BY_SEGMENTS,
         BY_SEGMENTS._replace(shares_first=True),
+        BY_SEGMENTS._replace(programs=150, split_keys=999, alike_keys=1),
     ],
     ids=[
         "whole",
@@ -368,6 +369,7 @@ BY_SEGMENTS = RowSharing(
         "small_shares",
         "segments",
         "segments_first",
+        "segments_alike",
     ],
 )
 @pytest.mark.parametrize(

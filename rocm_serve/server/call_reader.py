@@ -115,8 +115,10 @@ class AnswerReader(Reader):
         is_bare = self._calls is not None and "" in self._calls.opens
         while True:
             if is_bare and self._is_fresh:
-                if self._has_called:
-                    yield from self._literal(";")  # Llama writes several so, or on lines of their own
+                if self._has_called:  # Llama writes several so, or on lines of their own
+                    if (yield from self._literal(";")):
+                        self._drop(self._at)
+                    yield from self._literal(",")
                 if (yield from self._section()):
                     continue
             mark = yield from self._next(self._marks, as_thought=False)
@@ -190,6 +192,10 @@ class AnswerReader(Reader):
         while goes_on:
             found: _Found = {}
             is_read = yield from self._pattern(form.call, found)
+            if not is_read and "parameters" in found and form.closes:
+                # Qwen3-Coder and others may leave out the mark after a call.
+                end = self._at
+                is_read, self._at = (yield from self._literal(form.closes)), end
             calls = self._made(found) if is_read else []
             if not calls:
                 # At the end all of the rest is text: each further mark would make it be read once more.
@@ -231,6 +237,8 @@ class AnswerReader(Reader):
             return (yield from self._name(found))
         if hole == "parameters":
             return (yield from self._parameters(found))
+        if hole == "maybe":
+            return (yield from self._literal(word)) or True
         if hole in ("key", "kind", "any"):
             (end,) = after.split()[:1]
             text = yield from self._until(end, bounded=True)
@@ -327,7 +335,8 @@ class AnswerReader(Reader):
         keys = [key for key in islice(properties_of(self._functions[name]), _MOST_KEYS) if len(key) <= MOST_SHORT]
         follow = [mark for mark in (form.closes.strip(), *form.begins) if mark]
         closes, ends = (re.escape(each.rpartition("}")[2].strip()) for each in (form.parameter, form.call))
-        begins = f"{re.escape(before)}({'|'.join(map(re.escape, keys)) or '(?!)'}){re.escape(after.split()[0])}"
+        begins = f"{re.escape(before)}({'|'.join(map(re.escape, keys)) or '(?!)'})"
+        begins += r"\s{0,8}".join(map(re.escape, after.split()))
         return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})")
 
     def _literal(self, text: str) -> _Waits:

@@ -9,6 +9,7 @@ A pattern is the text that a model writes, with holes. Blanks may be more or few
 {python}      a Python list of calls with keywords
 {parameters}  any number of parameters, each by the row's other pattern with {key}, {value} and {kind}, which is "true"
               for a text and "false" for JSON
+{maybe:TEXT}  a text that a model may leave out
 {any:TEXT}    a short text without meaning; TEXT is one that serves, or a regular expression of such ones
 """
 
@@ -134,7 +135,7 @@ CALL_FORMS = (
     CallForm(
         ("kimi_k2",),
         ("<|tool_calls_section_begin|>",),
-        "<|tool_call_begin|>functions.{name}:{any:/[0-9]+/}<|tool_call_argument_begin|>{json}<|tool_call_end|>",
+        "<|tool_call_begin|>{maybe:functions.}{name}:{any:/[0-9]+/}<|tool_call_argument_begin|>{json}<|tool_call_end|>",
         "<|tool_calls_section_end|>",
         is_list=True,
         call_id="functions.{name}:{number}",

@@ -143,8 +143,13 @@ class AnswerReader(Reader):
         if again and (yield from self._literal(form.opens)):
             self._drop(self._at)
         self._is_fresh = self._has_mark = True
-        mark = yield from self._next((form.closes, *form.implies), as_thought=True)
-        self._drop(len(mark) if mark == form.closes else 0 if mark else len(self._held))
+        opens = self._calls.opens[0].strip() if self._calls is not None else ""
+        implies = [mark for mark in form.implies if opens and mark.startswith(opens)]
+        while (mark := (yield from self._next((form.closes, *implies), as_thought=True))) in implies:
+            self._at += len(opens)
+            if (yield from self._section(form.closes)) or self._has_called:
+                return
+        self._drop(self._at + len(mark) if mark else len(self._held))
 
     def _next(self, marks: Mapping[str, str] | tuple[str, ...], *, as_thought: bool) -> Generator[None, None, str]:
         """Returns the next mark, where _at is then, or "" at the end. Passes on the text before it, without blanks."""
@@ -159,8 +164,6 @@ class AnswerReader(Reader):
             self._tell(known, as_thought=as_thought)
             if found:
                 self._at = end - known
-                if as_thought:
-                    self._drop(self._at, stays_fresh=True)
                 return found.group()
             if self._has_ended:
                 return ""
@@ -185,8 +188,11 @@ class AnswerReader(Reader):
         if not stays_fresh:
             self._is_fresh = self._has_mark = True
 
-    def _section(self) -> _Waits:
-        """Reads calls, from where _at is. If there is none, what was read is text, and the result is False."""
+    def _section(self, ends: str = "") -> _Waits:
+        """Reads calls, from where _at is. If there is none, what was read is text, and the result is False.
+
+        ends: the mark that ends the thought in which they come, if they do; what was read is a thought then
+        """
         form, goes_on = self._calls, True
         assert form is not None
         while goes_on:
@@ -198,8 +204,11 @@ class AnswerReader(Reader):
                 is_read, self._at = (yield from self._literal(form.closes)), end
             calls = self._made(found) if is_read else []
             if not calls:
+                ends = "" if self._has_called else ends
                 # At the end all of the rest is text: each further mark would make it be read once more.
-                self._tell(len(self._held) if self._has_ended else self._at)
+                rest = self._held.find(ends, self._at) if ends else -1
+                rest = rest if rest >= 0 else len(self._held)
+                self._tell(rest if self._has_ended else self._at, as_thought=ends != "")
                 return False
             self._parts += calls if self._several else [] if self._has_called else calls[:1]
             self._has_called = True

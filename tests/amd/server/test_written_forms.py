@@ -201,6 +201,12 @@ EXAMPLES = [
     Example("qwen3_coder", QWEN_XML, OSLO, functions={"get_weather": {"properties": ["no object"]}}),
     Example("glm45", f"\n<think>Hm.</think>\nI look.\n{GLM}", OSLO, "I look.", "Hm.", "glm45"),
     Example("glm45", f"<think>Hm.\n{GLM}", OSLO, "", "Hm.", "glm45"),
+    # A thought about calls goes on.
+    Example("glm45", f"<think>A <tool_call> is.</think>I look.{GLM}", OSLO, "I look.", "A <tool_call> is.", "glm45"),
+    *(
+        Example("kimi_k2", f"{half}</think>I look.", [], "I look.", half, "kimi_k2", is_inside=True)
+        for half in [KIMI.partition("Oslo")[0]]
+    ),
     Example("glm45", f"{GLM}\n<tool_call>get-time\n</tool_call>", BOTH),
     Example("glm47", GLM.replace("\n", "") + "<tool_call>get-time</tool_call>", BOTH, functions={**FUNCTIONS}),
     Example("minimax_m2", f"Hm.\n</think>\n\n{MINIMAX}", BOTH, "", "Hm.", "minimax_m2", is_inside=True),
@@ -426,6 +432,11 @@ def test_arguments_stay_as_they_are_written(written: str) -> None:
     (call,) = reader.push(text) + reader.finish()
     assert isinstance(call, ToolCall)
     assert (call.name, call.arguments) == ("7", written)
+
+
+def test_marks_of_calls_end_no_thought_where_there_are_no_calls() -> None:
+    reader = AnswerReader(None, {}, form_named("glm45", REASONING_FORMS))
+    assert reader.push("<think>A <tool_call> it is.</think>Yes.") == [Thought("A <tool_call> it is."), "Yes."]
 
 
 def test_one_call_is_read_where_several_are_not_wanted() -> None:

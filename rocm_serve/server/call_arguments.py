@@ -2,6 +2,7 @@
 
 import ast
 import json
+import keyword
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,9 @@ Made = list[tuple[str, str]]
 _BLANKS = re.compile(r"[ \t\n\r]*")
 # Templates that print a value with Jinja's own filter write it as Python does.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+# Texts in Python's notation, and its words where a parameter has such a name: from, in, class. The name gets an end.
+_WORDS = re.compile(rf"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
+_NO_WORD = "_of_rocm_attn"
 # A reference may lead to another one, and to itself.
 _MOST_REFERENCES = 8
 _NO_PYTHON = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
@@ -189,7 +193,8 @@ def from_python(text: str) -> Made | None:
     They are read and never run: only literals are values.
     """
     try:
-        listed = _parsed(text.strip())
+        words = _WORDS.sub(lambda found: found[0] + _NO_WORD if found[1] else found[0], text.strip())
+        listed = _parsed(words)
         return [_python_call(each) for each in listed.elts] if isinstance(listed, ast.List) else None
     except _NO_PYTHON:
         return None
@@ -206,7 +211,7 @@ def _python_call(node: ast.expr) -> tuple[str, str]:
         raise ValueError("it is no call with keywords")
     if any(each.arg is None for each in node.keywords):
         raise ValueError("it unpacks a dict")
-    return node.func.id, _object({str(each.arg): _as_json(each.value) for each in node.keywords})
+    return node.func.id, _object({str(each.arg).removesuffix(_NO_WORD): _as_json(each.value) for each in node.keywords})
 
 
 def _as_json(node: ast.expr) -> str:

@@ -180,6 +180,8 @@ CALL_FORMS = (
     ),
     # Llama 3.1: vLLM's tool_chat_template_llama3.1_json.jinja; the mark: SGLang's llama32_detector.py
     CallForm(("llama3_json", "llama3"), ("", "<|python_tag|>"), "{call:parameters}", is_only=True),
+    # LFM2 and LFM2.5: vLLM's lfm2_tool_parser.py, SGLang's lfm2_detector.py
+    CallForm(("lfm2",), ("<|tool_call_start|>",), "{python}", "<|tool_call_end|>"),
     # Llama 4: vLLM's tool_chat_template_llama4_pythonic.jinja and llama4_pythonic_tool_parser.py. Llama 3.2: its
     # documentation
     CallForm(("pythonic", "llama4_pythonic"), ("", "<|python_start|>"), "{python}", "<|python_end|>", is_only=True),

@@ -266,6 +266,10 @@ EXAMPLES = [
             [*OSLO, ("f", {"a": [1, {"b": None}], "c": -1.5, "d": True})]),
     Example("pythonic", '[f(h="\\ud800 é")]', [("f", {"h": "\ud800 é"})]),
     Example("pythonic", r'[f(a="\d")]', [("f", {"a": r"\d"})]),  # no escape to Python, of which it warns
+    Example("pythonic", """[f(from="in=1", class = 'is=', not_=[{'a': 'or=\\''}], in=-1)]""",
+            [("f", {"from": "in=1", "class": "is=", "not_": [{"a": "or='"}], "in": -1})]),
+    Example("lfm2", "I look.<|tool_call_start|>[get_weather(city='Oslo', days=3)]<|tool_call_end|>It rains.", OSLO,
+            "I look.It rains."),
     Example("llama4_pythonic", '<|python_start|>[get_weather(city="Os]lo", days=3)]<|python_end|>',
             [("get_weather", {"city": "Os]lo", "days": 3})]),
     # The edges of a call as JSON.
@@ -484,6 +488,8 @@ WRITTEN = {
     "openai": "<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
     "{{ c.function.arguments | tojson }}<|call|>",
     "pythonic": "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})]",
+    "lfm2": "<|tool_call_start|>[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}"
+    "{{ k }}={{ v }}{% endfor %})]<|tool_call_end|>",
 }  # fmt: skip
 
 

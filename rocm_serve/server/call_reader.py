@@ -198,10 +198,11 @@ class AnswerReader(Reader):
         while goes_on:
             found: _Found = {}
             is_read = yield from self._pattern(form.call, found)
-            if not is_read and "parameters" in found and form.closes:
-                # Qwen3-Coder and others may leave out the mark after a call.
+            # Qwen3-Coder and others may leave out the mark after a call, before the end of all or another one.
+            follow = (form.closes, *(form.begins if found.get("parameters") or "json" in found else ()))
+            for mark in filter(None, follow if found.keys() & {"parameters", "json"} else ()):
                 end = self._at
-                is_read, self._at = (yield from self._literal(form.closes)), end
+                is_read, self._at = is_read or (yield from self._literal(mark)), end
             calls = self._made(found) if is_read else []
             if not calls:
                 ends = "" if self._has_called else ends

@@ -134,11 +134,20 @@ EXAMPLES = [
     Example("minimax_m2", MINIMAX.replace("3</parameter>", "3"), BOTH, functions={**FUNCTIONS}),
     Example("qwen3_coder", QWEN_XML.replace("Oslo", "</function>\n<parameter=x>"),
             [("get_weather", {"city": "</function>\n<parameter=x>", "days": 3})]),
-    # And the mark after the last call.
+    # And the mark after a call.
+    *(
+        Example(name, text.replace(closes, "", 1), calls, functions={**FUNCTIONS})
+        for name, text, closes, calls in (
+            ("qwen3_coder", QWEN_XML * 2, "</function>\n</tool_call>", OSLO * 2),
+            ("glm45", f"{GLM}\n{GLM}", "</tool_call>", OSLO * 2), ("minimax_m2", MINIMAX, "</invoke>\n", BOTH),
+            ("kimi_k2", KIMI, "<|tool_call_end|>", BOTH), ("deepseek_v31", DEEPSEEK_31, "<｜tool▁call▁end｜>", BOTH),
+        )
+    ),
     *(
         Example(name, text.replace(closes, ""), calls, functions={**FUNCTIONS})
         for name, text, closes, calls in (
             ("qwen3_coder", QWEN_XML, "</function>\n", OSLO),
+            ("kimi_k2", KIMI, "<|tool_call_end|>", BOTH), ("deepseek_v31", DEEPSEEK_31, "<｜tool▁call▁end｜>", BOTH),
             ("minimax_m2", MINIMAX.replace('<invoke name="get-time">\n</invoke>\n', ""), "</invoke>\n", OSLO),
         )
     ),
@@ -318,7 +327,7 @@ EXAMPLES = [
             )),
             ("qwen3_coder", "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),
             ("qwen3_coder", QWEN_XML.removesuffix("</function>\n</tool_call>")),
-            ("qwen3_coder", "It writes <function=launch> <function=f> and <function="),
+            ("qwen3_coder", "It writes <function=launch> <function=f> <function=f> and <function="),
             ("qwen3_coder", QWEN_XML.partition("Oslo")[0]),
             ("glm45", "<tool_call>get_weather is a name"),
             ("glm45", GLM.removesuffix("</tool_call>")),

@@ -225,7 +225,10 @@ REASONING_FORMS = (
         shown=("<|channel|>",),
         resumes="<|start|>assistant",
         answers="<|channel|>final<|message|>",
-        drops=("<|channel|>commentary<|message|>", "<|end|>", "<|return|>"),
+        drops=(
+            *(f"<|channel|>final{json}<|message|>" for json in (" <|constrain|>json", "<|constrain|>json", " json")),
+            *("<|channel|>commentary<|message|>", "<|end|>", "<|return|>"),
+        ),
     ),
 )
 NONE = "none"

@@ -267,6 +267,10 @@ EXAMPLES = [
         "They ask of Oslo.",
         "gpt-oss",
     ),
+    *(
+        Example("openai", f"{OSS_THOUGHT}<|channel|>final{of}<|message|>[7]", [], "[7]", "They ask of Oslo.", "gpt-oss")
+        for of in (" <|constrain|>json", "<|constrain|>json", " json")
+    ),
     Example("openai", f"{OSS_THOUGHT}<|channel|>final<|message|>Cold.<|return|>", [], "Cold.", "They ask of Oslo.",
             "gpt-oss"),
     Example("llama3_json", '{"name": "get_weather", "parameters": {"city": "Oslo", "days": 3}}', OSLO),

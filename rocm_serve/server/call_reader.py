@@ -206,10 +206,12 @@ class AnswerReader(Reader):
             calls = self._made(found) if is_read else []
             if not calls:
                 ends = "" if self._has_called else ends
-                # At the end all of the rest is text: each further mark would make it be read once more.
+                # At the end all of the rest is text, unless the model began anew: each further mark would make it be
+                # read once more.
                 rest = self._held.find(ends, self._at) if ends else -1
                 rest = rest if rest >= 0 else len(self._held)
-                self._tell(rest if self._has_ended else self._at, as_thought=ends != "")
+                goes_on = not self._has_ended or self._held[self._at :].lstrip().startswith(form.begins)
+                self._tell(self._at if goes_on else rest, as_thought=ends != "")
                 return False
             self._parts += calls if self._several else [] if self._has_called else calls[:1]
             self._has_called = True
@@ -324,14 +326,29 @@ class AnswerReader(Reader):
                 seen = max(seen, len(self._held) - 2 * MOST_SHORT)  # longer than any mark
                 yield
                 continue
-            places = () if mark[1] else (self._held.rfind(each, unopened, mark.start()) for each in form.begins)
+            is_text = not mark[1] and not mark[2] and (yield from self._closes_after(mark.end()))
+            places = (
+                self._held.rfind(each, unopened, mark.start()) for each in form.begins if not (is_text or mark[1])
+            )
             if (place := next((each for each in places if each >= 0), -1)) >= 0:
                 # The model began anew: this is no call, and the one there may be.
                 self._at = len(self._held[:place].rstrip())
                 return None
-            if mark[2] not in given:
+            if not is_text and mark[2] not in given:
                 return mark
             seen = unopened = mark.end()
+
+    def _closes_after(self, at: int) -> _Waits:
+        """True if the end of a call at `at` is text of a value, whose own mark comes before another parameter."""
+        assert self._calls is not None
+        before, *_, after = HOLE.split(self._calls.parameter)
+        closes = after.strip()
+        while (found := re.compile(f"{re.escape(closes)}|{re.escape(before)}").search(self._held, at)) is None:
+            if self._has_ended:
+                return False
+            at = max(at, len(self._held) - MOST_SHORT)
+            yield
+        return found.group() == closes
 
     def _marks_after_a_value(self, name: str) -> re.Pattern[str]:
         """Finds the mark that closes a value of a function's parameter, which is group 1, and else what follows it.

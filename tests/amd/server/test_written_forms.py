@@ -170,6 +170,16 @@ EXAMPLES = [
             (QWEN_XML, OSLO), ("<tool_call>\n<function=get-time>\n</function>\n</tool_call>", BOTH[1:]),
         )
     ),
+    # A value may have a call or the end of one in it, if its own mark comes.
+    *(
+        Example(name, text.replace("Oslo", f"{quoted}."), [("get_weather", {"city": f"{quoted}.", "days": 3})])
+        for name, text, quoted in (
+            ("qwen3_coder", QWEN_XML, "<tool_call>\n<function=get-time>\n</function>\n</tool_call>"),
+            ("qwen3_coder", QWEN_XML, "</function>\n</tool_call>"),
+            ("minimax_m2", MINIMAX, '<invoke name="get-time">\n</invoke>\n</minimax:tool_call>'),
+        )
+        for text in [text.partition('<invoke name="get-time">')[0]]
+    ),
     # Lists as Python writes them, where one is allowed; and a text that is none.
     *(
         Example("glm45", GLM.replace("days", "hours").replace(">3<", f">{written}<"),

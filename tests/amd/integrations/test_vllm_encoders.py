@@ -40,7 +40,7 @@ class Layers:
             name: GroupLayer(
                 SimpleNamespace(kv_cache=kv_cache, _k_scale=one, _v_scale=one),
                 each.problem(shared),
-                partial(each.head_weights, device),
+                each.head_weights,
             )
             for name, each in self.terms.items()
         }

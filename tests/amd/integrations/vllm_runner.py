@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from rocm_attn.capture.engine_kernels import StepsAhead, run_nothing
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend
-from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, CacheTerms, LayerTerms, MaskTerms, WeightLoads
+from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, CacheTerms, LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from rocm_attn.problem import Scales as SharedScales
 from rocm_attn.truth.adopted import try_nothing
@@ -54,7 +53,6 @@ class Layer:
     kv_cache: Tensor
     _k_scale: Tensor
     _v_scale: Tensor
-    loads: WeightLoads
     stored: dict[int, list[tuple[Array, Array]]] = field(default_factory=dict)
 
 
@@ -133,7 +131,6 @@ class Runner:
             cache if heads_first else cache.transpose(1, 2),
             k_scale,
             v_scale,
-            WeightLoads(terms.sinks),
         )
 
     def _group_layers(self, group: int) -> dict[str, GroupLayer]:
@@ -141,8 +138,7 @@ class Runner:
             layer.name: GroupLayer(
                 layer,
                 layer.terms.problem(self.cache, self.mask),
-                partial(layer.terms.head_weights, self.device),
-                layer.loads,
+                layer.terms.head_weights,
             )
             for layer in self.layers
             if layer.group == group

@@ -195,9 +195,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         self.group: Group
         kinds = {layer.impl.terms.kind for layer in layers.values()}
         if not kinds.isdisjoint(ENCODERS):
-            options = _options(vllm_config, 1)
-            self.group = OwnTokens(of_group, _sizes(vllm_config), device, options)
-            options.said(self.group.attention.kernels().selections)
+            self.group = OwnTokens(of_group, _sizes(vllm_config), device, _options(vllm_config, 1))
         elif CROSS in kinds:
             require_parallel(vllm_config, DECODES_SHARED)
             self.group = _new_cross_group(of_group, vllm_config, device)

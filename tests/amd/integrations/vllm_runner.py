@@ -6,12 +6,15 @@ and V of every request also kept in NumPy. Blocks without a request are NaN, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_attn.capture.engine_kernels import StepsAhead, run_nothing
 from rocm_attn.capture.graphs import recorder_for
@@ -54,6 +57,31 @@ class Layer:
     _k_scale: Tensor
     _v_scale: Tensor
     stored: dict[int, list[tuple[Array, Array]]] = field(default_factory=dict)
+
+
+class _Noted(TorchDispatchMode):
+    """Keeps the tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.made += [each for each in (made,) if isinstance(each, Tensor) and not each.is_meta]
+        return made
+
+
+@contextmanager
+def discarding() -> Iterator[None]:
+    """Clears all memory that was made in it, as the sleep mode of vLLM 0.26 does with what builders make."""
+    with _Noted() as noted:
+        yield
+    with torch.inference_mode(False):
+        for each in noted.made:
+            torch.empty(0, dtype=torch.uint8, device=each.device).set_(each.untyped_storage()).zero_()
 
 
 def unchanged(runner: Runner) -> None:
@@ -107,10 +135,11 @@ class Runner:
             tried=tried,
             ran_ahead=ran_ahead,
         )
-        self.groups = [
-            KVGroup(self._group_layers(group), GroupSizes(MAX_SEQS, MAX_TOKENS, MAX_LEN), device, options)
-            for group in range(len(self.tables))
-        ]
+        of_groups = [self._group_layers(group) for group in range(len(self.tables))]
+        with discarding():
+            self.groups = [
+                KVGroup(layers, GroupSizes(MAX_SEQS, MAX_TOKENS, MAX_LEN), device, options) for layers in of_groups
+            ]
 
     def _new_layer(self, name: str, terms: LayerTerms, group: int, heads_first: bool) -> Layer:
         shape = (NUM_BLOCKS, KV_HEADS, self.block_size, 2 * self.dim)

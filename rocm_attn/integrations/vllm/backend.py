@@ -263,6 +263,11 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Stores K and V of tokens that are in no step: vLLM's proposer of block drafts makes them of hidden states."""
+        if isinstance(self.group, SharedContextGroup):
+            raise Unsupported(
+                f"{layer.layer_name} drafts blocks, whose K and V vLLM stores apart from steps, which is not served if "
+                f"ranks share contexts; set {DECODES_SHARED} to 1"
+            )
         if not isinstance(self.group, KVGroup):
             raise WrongState(f"vLLM stores K and V of {layer.layer_name} before it has a builder of its own")
         self.group.store_to(layer.layer_name, kv_cache, key, value, slots)

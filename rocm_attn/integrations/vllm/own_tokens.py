@@ -72,7 +72,8 @@ class OwnTokens:
                 for problem in {each.problem for each in self._layers.values()}
             }
             for name, each in self._layers.items():
-                attention.pages.bind(self._index[name], *self._rows[each.problem])
+                k, v = self._rows[each.problem]
+                attention.pages.bind(self._index[name], k, v)
         self._options.said(attention.kernels().selections)
         return attention
 

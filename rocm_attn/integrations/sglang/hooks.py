@@ -435,12 +435,18 @@ class AttentionHooks:
                 f"layer {layer.layer_id} was called with topk_indices, and had no indexer when its kernels were chosen"
             )
 
-    def renew_sinks(self) -> None:
-        """Reads the model's sinks and the scales of index keys again, after its weights have changed."""
+    def renew_weights(self) -> None:
+        """Reads the model's sinks, and the scales of K, V and index keys, again, after its weights have changed."""
         self.attention.take_over()
         for place, sinks in enumerate(self._layers.sinks()):
             if sinks is not None:
                 self.attention.set_head_weights(place, HeadWeights(sinks=sinks))
+        for place in range(len(self._layers.layers)):
+            bound, coded = self.attention.pages.layer(place), self._layers.pages(place, self.token_to_kv_pool).coded
+            if coded is not None:
+                for own, now in ((bound.k_scale, coded.k_scale), (bound.v_scale, coded.v_scale)):
+                    if own is not None and now is not None:
+                        own.copy_(now)
         for place, pages in self._layers.index_pages.items():
             self._scale_values[place].copy_(pages.scale(self.token_to_kv_pool))
 

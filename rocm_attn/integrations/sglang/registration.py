@@ -18,6 +18,7 @@ _UPDATES = (
     "load_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
+    "end_weight_update",
 )
 # Attributes in which composed backends keep their parts.
 _PARTS = "primary", "children", "prefill_backend", "decode_backend", "attn_backend_list", "attn_backends"
@@ -42,7 +43,7 @@ def register_names() -> None:
     HookRegistry.register(f"{_FACTORY}.create_decode_backend", _draft_decode, HookType.AROUND)
     HookRegistry.register(f"{_FACTORY}.create_draft_extend_backend", _draft_extend, HookType.AROUND)
     for update in _UPDATES:
-        HookRegistry.register(f"{_UPDATER}.{update}", _renew_sinks, HookType.AFTER)
+        HookRegistry.register(f"{_UPDATER}.{update}", _renew_weights, HookType.AFTER)
 
 
 def _create(runner: Any) -> Any:
@@ -86,17 +87,17 @@ def _draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
     return backend
 
 
-def _renew_sinks(result: Any, updater: Any, *_: Any, **__: Any) -> None:
-    """Copies the sinks again after an update of a model's weights."""
+def _renew_weights(result: Any, updater: Any, *_: Any, **__: Any) -> None:
+    """Reads a model's weights again after an update."""
     runner = updater.get_model_runner()
     for name in ("attn_backend", "draft_attn_backend"):
         for backend in _of_ours(getattr(runner, name, None)):
-            backend.renew_sinks()
+            backend.renew_weights()
 
 
 def _of_ours(backend: Any) -> Iterator[Any]:
     """Yields our backends among the parts of a backend."""
-    if hasattr(backend, "renew_sinks"):
+    if hasattr(backend, "renew_weights"):
         yield backend
         return
     for name in _PARTS:

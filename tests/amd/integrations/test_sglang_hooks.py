@@ -443,8 +443,17 @@ def test_new_weights_of_sinks_are_read_when_asked(provider: str, device: torch.d
     engine, one = prompted(provider, device, with_sinks=True)
     with torch.no_grad():
         engine.model.get_parameter("block0.sinks").add_(2.0)
-    engine.hooks.renew_sinks()
+    engine.hooks.renew_weights()
     engine.run(Mode.DECODE, [one], [1])
+
+
+def test_new_scales_of_k_and_v_are_read_when_asked(provider: str, device: torch.device) -> None:
+    scales = {"k_scale_float": 0.5, "v_scale_float": 0.5}
+    engine, _ = prompted(provider, device, kv_dtype=torch.float8_e4m3fn, **scales)
+    for layer in engine.layers:
+        layer.k_scale_float = layer.v_scale_float = 64.0
+    engine.hooks.renew_weights()
+    engine.run(Mode.EXTEND, [engine.admit()], [7])
 
 
 def test_the_rotated_part_of_latent_rows_may_come_beside_them(provider: str, device: torch.device) -> None:

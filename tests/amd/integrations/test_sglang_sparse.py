@@ -274,7 +274,7 @@ def test_records_of_a_model_in_float16_are_refused(provider: str, device: torch.
 def test_new_weights_of_the_norm_change_what_index_keys_are_worth(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
     engine.indexer.k_norm.weight.mul_(64)
-    engine.hooks.renew_sinks()
+    engine.hooks.renew_weights()
     engine.run_sparse(Mode.EXTEND, [engine.admit()], [9])
 
 

@@ -198,7 +198,7 @@ class AttentionHooks:
         pages = self._layers.index_pages[place]
         address = pages.rows(pool).data_ptr()  # SGLang waits here, as for K and V
         if self._index_keys.get(place) != address:
-            scale_value, keys = pages.scale(pool), pages.keys(pool)[: self._layers.num_pages]
+            scale_value, keys = pages.scale(), pages.keys(pool)[: self._layers.num_pages]
             attention.pages.bind_index(place, keys, scale_value, index_format(keys))
             self._index_keys[place], self._scale_values[place] = address, scale_value
 
@@ -448,7 +448,7 @@ class AttentionHooks:
                     if own is not None and now is not None:
                         own.copy_(now)
         for place, pages in self._layers.index_pages.items():
-            self._scale_values[place].copy_(pages.scale(self.token_to_kv_pool))
+            self._scale_values[place].copy_(pages.scale())
 
 
 def _joined(

@@ -107,11 +107,6 @@ class EncodedHooks(AttentionHooks):
         super().init_forward_metadata_in_graph(forward_batch)
         self.crossing.fill(None)
 
-    def renew_weights(self) -> None:
-        """Does the same as AttentionHooks.renew_weights, for both."""
-        super().renew_weights()
-        self.crossing.renew_weights()
-
     def _run(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttentionView, *call: Any) -> Tensor:
         if layer.is_cross_attention:
             return self.crossing._run(q, k, v, layer, *call)

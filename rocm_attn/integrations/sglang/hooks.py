@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import is_not
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -96,6 +97,7 @@ class AttentionHooks:
         self, runner: Runner, serving: Serving, *, table: Tensor | None = None, page_size: int | None = None
     ) -> None:
         super().__init__()
+        self.runner = runner
         self.forward_metadata = None
         # SGLang reads both here, and replaces the pool for some drafts.
         self.req_to_token_pool: ReqToTokenView = runner.req_to_token_pool
@@ -119,6 +121,7 @@ class AttentionHooks:
         self._chosen: Tensor | None = None
         self.attention = self._build(self._table().shape[0])
         log_kernels(SGLANG, self.attention.kernels().selections)
+        _MADE.add(self)
 
     @property
     def verifies_trees(self) -> bool:
@@ -449,6 +452,16 @@ class AttentionHooks:
                         own.copy_(now)
         for place, pages in self._layers.index_pages.items():
             self._scale_values[place].copy_(pages.scale())
+
+
+_MADE: WeakSet[AttentionHooks] = WeakSet()
+
+
+def renew_weights(runner: Runner) -> None:
+    """Lets each backend of a runner read the model's weights again. SGLang keeps several, and uses some of them later:
+    one for each number of drafts, or for each half of a batch."""
+    for hooks in [each for each in _MADE if each.runner is runner]:
+        hooks.renew_weights()
 
 
 def _joined(

@@ -1,7 +1,8 @@
 """Registers our names in SGLang's lists."""
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.arg_groups import choices
@@ -20,8 +21,7 @@ _UPDATES = (
     "update_weights_from_ipc",
     "end_weight_update",
 )
-# Attributes in which composed backends keep their parts.
-_PARTS = "primary", "children", "prefill_backend", "decode_backend", "attn_backend_list", "attn_backends"
+_HOOKS = "rocm_attn.integrations.sglang.hooks"
 
 
 def register_names() -> None:
@@ -89,22 +89,8 @@ def _draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
 
 def _renew_weights(result: Any, updater: Any, *_: Any, **__: Any) -> None:
     """Reads a model's weights again after an update."""
-    runner = updater.get_model_runner()
-    for name in ("attn_backend", "draft_attn_backend"):
-        for backend in _of_ours(getattr(runner, name, None)):
-            backend.renew_weights()
-
-
-def _of_ours(backend: Any) -> Iterator[Any]:
-    """Yields our backends among the parts of a backend."""
-    if hasattr(backend, "renew_weights"):
-        yield backend
-        return
-    for name in _PARTS:
-        parts = getattr(backend, name, None)
-        for part in parts if isinstance(parts, (list, tuple)) else [parts]:
-            if part is not None:
-                yield from _of_ours(part)
+    if _HOOKS in sys.modules:  # a backend of ours was made
+        sys.modules[_HOOKS].renew_weights(updater.get_model_runner())
 
 
 def _draft_name(factory: Any, phase: str) -> str:

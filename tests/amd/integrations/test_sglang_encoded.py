@@ -269,13 +269,3 @@ def test_a_table_with_gaps_and_a_batch_without_lengths_of_encoders_are_refused(e
     engine.runner.req_to_token_pool.req_to_token = engine.table[:, : ROOM // 2]
     with pytest.raises(Unsupported, match="rows without gaps are needed"):
         EncodedHooks(engine.runner, engine.serving)
-
-
-def test_new_weights_are_read_in_cross_attention_too(
-    provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(provider, device)
-    renewed: list[AttentionHooks] = []
-    monkeypatch.setattr(AttentionHooks, "renew_weights", lambda hooks: renewed.append(hooks))
-    engine.hooks.renew_weights()
-    assert renewed == [engine.hooks, engine.hooks.crossing]

@@ -59,18 +59,19 @@ class Layer:
     stored: dict[int, list[tuple[Array, Array]]] = field(default_factory=dict)
 
 
-class _Noted(TorchDispatchMode):
+class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the tensors that operations make."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.made += [each for each in (made,) if isinstance(each, Tensor) and not each.is_meta]
+        if isinstance(made, Tensor) and not made.is_meta:
+            self.made.append(made)
         return made
 
 

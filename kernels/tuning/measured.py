@@ -206,7 +206,7 @@ def _wrong_numbers(tiles: Tiles) -> list[str]:
         ("merge_group",): ((0, *range(8, 1025)), "0 or 8 to 1024"),
         ("programs_per_cu",): _numbers(0 if isinstance(tiles, ExtendTiles) else 1, 32),
         ("row_cost",): _numbers(0 if getattr(tiles, "row_end", 0) else 1, 64),
-        ("row_end", "drawn_blocks"): _numbers(0, 64),
+        ("row_end", "drawn_blocks", "whole_blocks"): _numbers(0, 64),
         ("waves_per_eu", "value_tiles"): _numbers(0, 8),
         ("max_registers",): ((0, *range(16, 256)), "0 or 16 to 255"),
         ("row_keys", "split_keys", "alike_keys", "open_middle"): _numbers(0, 1 << 16),

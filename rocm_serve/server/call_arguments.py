@@ -2,7 +2,9 @@
 
 import ast
 import json
+import keyword
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -14,6 +16,11 @@ Made = list[tuple[str, str]]
 _BLANKS = re.compile(r"[ \t\n\r]*")
 # Templates that print a value with Jinja's own filter write it as Python does.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+# Texts in Python's notation, and its words where a parameter has such a name: from, in, class. The name gets an end.
+_WORDS = re.compile(rf"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
+_NO_WORD = "_of_rocm_attn"
+# A reference may lead to another one, and to itself.
+_MOST_REFERENCES = 8
 _NO_PYTHON = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 _TYPES: dict[type, str] = {
     str: "string",
@@ -46,7 +53,7 @@ def from_parameters(parameters: Iterable[tuple[str, str, str]], schema: Mapping[
     schema: of the object; it decides where the form does not tell a text from JSON
     """
     known = properties_of(schema)
-    return _object({key: _value(text, kind, known.get(key)) for key, text, kind in parameters})
+    return _object({key: _value(text, kind, types_of(known.get(key), schema)) for key, text, kind in parameters})
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -59,15 +66,17 @@ def _object(members: Mapping[str, str]) -> str:
     return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items()) + "}"
 
 
-def _value(text: str, kind: str, schema: object) -> str:
-    types = types_of(schema if isinstance(schema, Mapping) else {})
-    for written in _readings(text.strip(), types) if kind != "true" and types != {"string"} else ():
+def _value(text: str, kind: str, types: set[object]) -> str:
+    for written in (
+        _readings(text.strip(), types) if kind == "false" or (kind != "true" and types != {"string"}) else ()
+    ):
         try:
             found = _TYPES.get(type(FINITE_JSON.decode(written)), "")
         except (ValueError, RecursionError):
             continue
         # Where a text is allowed too, only a value of another allowed type is no text.
-        if kind == "false" or "string" not in types or found in types - {"string"}:
+        is_json = kind == "false" and (found == "string" or types != {"string"})
+        if is_json or "string" not in types or found in types - {"string"}:
             return written
     return json.dumps(text, ensure_ascii=False)
 
@@ -75,22 +84,41 @@ def _value(text: str, kind: str, schema: object) -> str:
 def _readings(text: str, types: set[object]) -> Iterator[str]:
     """Yields a value as JSON: as it is written, and as Python writes it. types: that it may have"""
     yield _CONSTANTS.get(text, text)
+    if "boolean" in types:
+        yield text.lower()
     if text.startswith(("[", "{")) and types & {"array", "object"}:
         with suppress(*_NO_PYTHON):
-            yield _as_json(ast.parse(text, mode="eval").body)
+            yield _as_json(_parsed(text))
 
 
-def types_of(schema: Mapping[str, Any]) -> set[object]:
+def types_of(schema: object, root: Mapping[str, Any]) -> set[object]:
     """Returns the types that a schema or each of its alternatives names at its top; none if one of them names none."""
-    of_each = [_types_at_top(each) for each in alternatives_of(schema)]
+    of_each = [_types_at_top(each) for each in alternatives_of(schema, root)]
     return set[object]().union(*of_each) if all(of_each) else set()
 
 
-def alternatives_of(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the schemas of which a value fits one: those of anyOf or oneOf, or else the schema itself."""
-    found = schema.get("anyOf", schema.get("oneOf"))
-    is_list = "type" not in schema and isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
-    return found if is_list and found else [schema]
+def alternatives_of(schema: object, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the schemas of which a value fits one: those of anyOf or oneOf, or else the schema itself.
+
+    root: of the schema, in which references are followed
+    """
+    own = _referred(schema, root)
+    found = own.get("anyOf", own.get("oneOf"))
+    is_list = "type" not in own and isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
+    return [_referred(each, root) for each in found] if is_list and found else [own]
+
+
+def _referred(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schema that a schema refers to, as those of pydantic's enums and models do; else the schema."""
+    for _ in range(_MOST_REFERENCES):
+        own = schema if isinstance(schema, Mapping) else {}
+        reference = own.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return own
+        schema = root
+        for name in reference.split("/")[1:]:
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return {}
 
 
 def values_of(schema: Mapping[str, Any]) -> list[Any]:
@@ -114,8 +142,11 @@ def _call(text: str, key: str) -> tuple[str, str]:
     """
     members = _members(text)
     name, _ = members.get("name", (None, ""))
-    none: tuple[object, str] = ({} if members.keys() <= {"name", "id", "type"} else None, "{}")
+    none: tuple[object, str] = ("" if members.keys() <= {"name", "id", "type"} else 0, "")
     arguments, written = next((members[each] for each in (key, "arguments", "parameters") if each in members), none)
+    if arguments is None or isinstance(arguments, str):
+        written = _sendable(arguments or "{}")  # JSON within JSON, as clients get it; or nothing
+        arguments = FINITE_JSON.decode(written)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("it is no call")
     return name, written
@@ -162,10 +193,17 @@ def from_python(text: str) -> Made | None:
     They are read and never run: only literals are values.
     """
     try:
-        listed = ast.parse(text.strip(), mode="eval").body
+        words = _WORDS.sub(lambda found: found[0] + _NO_WORD if found[1] else found[0], text.strip())
+        listed = _parsed(words)
         return [_python_call(each) for each in listed.elts] if isinstance(listed, ast.List) else None
     except _NO_PYTHON:
         return None
+
+
+def _parsed(text: str) -> ast.expr:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a model's text, and for no log
+        return ast.parse(text, mode="eval").body
 
 
 def _python_call(node: ast.expr) -> tuple[str, str]:
@@ -173,12 +211,17 @@ def _python_call(node: ast.expr) -> tuple[str, str]:
         raise ValueError("it is no call with keywords")
     if any(each.arg is None for each in node.keywords):
         raise ValueError("it unpacks a dict")
-    return node.func.id, _object({str(each.arg): _as_json(each.value) for each in node.keywords})
+    return node.func.id, _object({str(each.arg).removesuffix(_NO_WORD): _as_json(each.value) for each in node.keywords})
 
 
 def _as_json(node: ast.expr) -> str:
-    written = json.dumps(ast.literal_eval(_JsonConstants().visit(node)), ensure_ascii=False, allow_nan=False)
-    return written.encode(errors="backslashreplace").decode()  # half of a character stays an escape
+    value = ast.literal_eval(_JsonConstants().visit(node))
+    return _sendable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def _sendable(text: str) -> str:
+    """Returns JSON in which half of a character is an escape."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class _JsonConstants(ast.NodeTransformer):

@@ -103,7 +103,8 @@ def _sample_of(form: CallForm) -> str:
     holes: dict[str, Callable[[str], str]] = {
         "name": lambda _: re.escape(_NAME),
         "json": lambda _: _loose(f'{{"{_KEY}": "1"}}'),
-        "python": lambda _: rf"\[{_NAME}\({_KEY}=[\"']1[\"']\)\]",
+        "python": lambda _: rf"\[{_NAME}\({_KEY}=[\"']?1[\"']?\)\]",
+        "maybe": _loose,
         "any": lambda _: f".{{0,{MOST_SHORT}}}?",
         "key": lambda _: re.escape(_KEY),
         "value": lambda _: "1",

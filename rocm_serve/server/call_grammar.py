@@ -109,6 +109,7 @@ def _call(form: CallForm, function: Json, lark: _Lark) -> str:
         {
             "name": lambda _: lark.exact(function["name"]),
             "json": arguments,
+            "maybe": lark.exact,
             "any": lambda word: word if word.startswith("/") else lark.exact(word),
             "call": call,
             "calls": lambda key: lark.exact("[") + call(key) + lark.exact("]"),
@@ -122,11 +123,12 @@ def _parameter(form: CallForm, key: str, schema: Json, described: object, lark: 
     named: Json = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     alone: Json = {**named, **(described if isinstance(described, Mapping) else {})}
     before, after = form.parameter.split("{value}")
-    types = types_of(alone)
+    types = types_of(described, schema)
     # Where the form does not tell a text from JSON, from_parameters() does, and reads quotes as part of a text.
     is_text = "string" in types and (types == {"string"} or "{kind}" not in form.parameter)
     if is_text:
-        value = "(" + " | ".join(_as_text({**named, **each}, after, lark) for each in alternatives_of(alone)) + ")"
+        texts = (_as_text({**named, **each}, after, lark) for each in alternatives_of(described, schema))
+        value = f"({' | '.join(texts)})"
     else:
         value = lark.rule(f"%json {json.dumps(alone)}") + lark.exact(after)
     kind = "true" if is_text else "false"
@@ -139,6 +141,6 @@ def _as_text(schema: Mapping[str, Any], after: str, lark: _Lark) -> str:
     if values:
         written = (each if isinstance(each, str) else json.dumps(each) for each in values)
         return "(" + " | ".join(map(lark.exact, written)) + ")" + lark.exact(after)
-    if "string" in types_of(schema):
+    if "string" in types_of(schema, schema):
         return lark.until(mark) + lark.exact(after.partition(mark)[2])
     return lark.rule(f"%json {json.dumps(schema)}") + lark.exact(after)

@@ -115,8 +115,10 @@ class AnswerReader(Reader):
         is_bare = self._calls is not None and "" in self._calls.opens
         while True:
             if is_bare and self._is_fresh:
-                if self._has_called:
-                    yield from self._literal(";")  # Llama writes several so, or on lines of their own
+                if self._has_called:  # Llama writes several so, or on lines of their own
+                    if (yield from self._literal(";")):
+                        self._drop(self._at)
+                    yield from self._literal(",")
                 if (yield from self._section()):
                     continue
             mark = yield from self._next(self._marks, as_thought=False)
@@ -141,8 +143,13 @@ class AnswerReader(Reader):
         if again and (yield from self._literal(form.opens)):
             self._drop(self._at)
         self._is_fresh = self._has_mark = True
-        mark = yield from self._next((form.closes, *form.implies), as_thought=True)
-        self._drop(len(mark) if mark == form.closes else 0 if mark else len(self._held))
+        opens = self._calls.opens[0].strip() if self._calls is not None else ""
+        implies = [mark for mark in form.implies if opens and mark.startswith(opens)]
+        while (mark := (yield from self._next((form.closes, *implies), as_thought=True))) in implies:
+            self._at += len(opens)
+            if (yield from self._section(form.closes)) or self._has_called:
+                return
+        self._drop(self._at + len(mark) if mark else len(self._held))
 
     def _next(self, marks: Mapping[str, str] | tuple[str, ...], *, as_thought: bool) -> Generator[None, None, str]:
         """Returns the next mark, where _at is then, or "" at the end. Passes on the text before it, without blanks."""
@@ -157,8 +164,6 @@ class AnswerReader(Reader):
             self._tell(known, as_thought=as_thought)
             if found:
                 self._at = end - known
-                if as_thought:
-                    self._drop(self._at, stays_fresh=True)
                 return found.group()
             if self._has_ended:
                 return ""
@@ -183,17 +188,28 @@ class AnswerReader(Reader):
         if not stays_fresh:
             self._is_fresh = self._has_mark = True
 
-    def _section(self) -> _Waits:
-        """Reads calls, from where _at is. If there is none, what was read is text, and the result is False."""
+    def _section(self, ends: str = "") -> _Waits:
+        """Reads calls, from where _at is. If there is none, what was read is text, and the result is False.
+
+        ends: the mark that ends the thought in which they come, if they do; what was read is a thought then
+        """
         form, goes_on = self._calls, True
         assert form is not None
         while goes_on:
             found: _Found = {}
             is_read = yield from self._pattern(form.call, found)
+            # Qwen3-Coder and others may leave out the mark after a call, before the end of all or another one.
+            follow = (form.closes, *(form.begins if found.get("parameters") or "json" in found else ()))
+            for mark in filter(None, follow if found.keys() & {"parameters", "json"} else ()):
+                end = self._at
+                is_read, self._at = is_read or (yield from self._literal(mark)), end
             calls = self._made(found) if is_read else []
             if not calls:
+                ends = "" if self._has_called else ends
                 # At the end all of the rest is text: each further mark would make it be read once more.
-                self._tell(len(self._held) if self._has_ended else self._at)
+                rest = self._held.find(ends, self._at) if ends else -1
+                rest = rest if rest >= 0 else len(self._held)
+                self._tell(rest if self._has_ended else self._at, as_thought=ends != "")
                 return False
             self._parts += calls if self._several else [] if self._has_called else calls[:1]
             self._has_called = True
@@ -231,6 +247,8 @@ class AnswerReader(Reader):
             return (yield from self._name(found))
         if hole == "parameters":
             return (yield from self._parameters(found))
+        if hole == "maybe":
+            return (yield from self._literal(word)) or True
         if hole in ("key", "kind", "any"):
             (end,) = after.split()[:1]
             text = yield from self._until(end, bounded=True)
@@ -327,7 +345,8 @@ class AnswerReader(Reader):
         keys = [key for key in islice(properties_of(self._functions[name]), _MOST_KEYS) if len(key) <= MOST_SHORT]
         follow = [mark for mark in (form.closes.strip(), *form.begins) if mark]
         closes, ends = (re.escape(each.rpartition("}")[2].strip()) for each in (form.parameter, form.call))
-        begins = f"{re.escape(before)}({'|'.join(map(re.escape, keys)) or '(?!)'}){re.escape(after.split()[0])}"
+        begins = f"{re.escape(before)}({'|'.join(map(re.escape, keys)) or '(?!)'})"
+        begins += r"\s{0,8}".join(map(re.escape, after.split()))
         return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})")
 
     def _literal(self, text: str) -> _Waits:

@@ -9,6 +9,7 @@ A pattern is the text that a model writes, with holes. Blanks may be more or few
 {python}      a Python list of calls with keywords
 {parameters}  any number of parameters, each by the row's other pattern with {key}, {value} and {kind}, which is "true"
               for a text and "false" for JSON
+{maybe:TEXT}  a text that a model may leave out
 {any:TEXT}    a short text without meaning; TEXT is one that serves, or a regular expression of such ones
 """
 
@@ -134,7 +135,7 @@ CALL_FORMS = (
     CallForm(
         ("kimi_k2",),
         ("<|tool_calls_section_begin|>",),
-        "<|tool_call_begin|>functions.{name}:{any:/[0-9]+/}<|tool_call_argument_begin|>{json}<|tool_call_end|>",
+        "<|tool_call_begin|>{maybe:functions.}{name}:{any:/[0-9]+/}<|tool_call_argument_begin|>{json}<|tool_call_end|>",
         "<|tool_calls_section_end|>",
         is_list=True,
         call_id="functions.{name}:{number}",
@@ -179,6 +180,8 @@ CALL_FORMS = (
     ),
     # Llama 3.1: vLLM's tool_chat_template_llama3.1_json.jinja; the mark: SGLang's llama32_detector.py
     CallForm(("llama3_json", "llama3"), ("", "<|python_tag|>"), "{call:parameters}", is_only=True),
+    # LFM2 and LFM2.5: vLLM's lfm2_tool_parser.py, SGLang's lfm2_detector.py
+    CallForm(("lfm2",), ("<|tool_call_start|>",), "{python}", "<|tool_call_end|>"),
     # Llama 4: vLLM's tool_chat_template_llama4_pythonic.jinja and llama4_pythonic_tool_parser.py. Llama 3.2: its
     # documentation
     CallForm(("pythonic", "llama4_pythonic"), ("", "<|python_start|>"), "{python}", "<|python_end|>", is_only=True),
@@ -222,7 +225,10 @@ REASONING_FORMS = (
         shown=("<|channel|>",),
         resumes="<|start|>assistant",
         answers="<|channel|>final<|message|>",
-        drops=("<|channel|>commentary<|message|>", "<|end|>", "<|return|>"),
+        drops=(
+            *(f"<|channel|>final{json}<|message|>" for json in (" <|constrain|>json", "<|constrain|>json", " json")),
+            *("<|channel|>commentary<|message|>", "<|end|>", "<|return|>"),
+        ),
     ),
 )
 NONE = "none"

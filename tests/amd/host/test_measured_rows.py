@@ -286,10 +286,13 @@ def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
     assert "without codes" in refusal(TileTable.EXTEND, extend, coded)
     assert "cannot fill a block" in refusal(TileTable.EXTEND, replace(extend, fills=True), odd)
     assert refusal(TileTable.EXTEND, replace(extend, heads_per_row=1, fills=True), odd) == ""
-    for stages in (-3, 0, 9, 10**6):
-        words = refusal(TileTable.DECODE, replace(TUNED, num_stages=stages), layer)
-        assert words == f"num_stages {stages} is not 1 to 8"
-    assert refusal(TileTable.DECODE, replace(TUNED, num_stages=8), layer) == ""
+    for field, least, most in (("num_stages", 1, 8), ("whole_blocks", 0, 64)):
+        for number in (-3, least - 1, most + 1, 10**6):
+            wrong: dict[str, Any] = {field: number}
+            words = refusal(TileTable.DECODE, replace(TUNED, **wrong), layer)
+            assert words == f"{field} {number} is not {least} to {most}"
+        largest: dict[str, Any] = {field: most}
+        assert refusal(TileTable.DECODE, replace(TUNED, **largest), layer) == ""
     assert "merge_group 4 is not 0 or 8 to 1024" in refusal(TileTable.DECODE, replace(TUNED, merge_group=4), layer)
     assert "not transposed" in refusal(TileTable.DECODE, replace(TUNED, paired=True, transposed=True), layer)
     assert "no pairs of codes" in refusal(TileTable.DECODE, replace(TUNED, dim_block=64, paired=True), layer)

@@ -41,7 +41,7 @@ WEATHER = {
         "rain": {"type": ["boolean", "string"]},
     },
     "required": ["city"],
-    "$defs": {"Hour": {"type": "integer"}},
+    "$defs": {"Hour": {"type": "integer"}, "Word": {"$ref": "#/$defs/Kept"}, "Kept": {"enum": ["7", "x"]}},
     "additionalProperties": False,
 }
 FUNCTIONS: dict[str, Any] = {"get_weather": WEATHER, "get-time": {"type": "object", "properties": {}}, "f": {}}
@@ -118,7 +118,7 @@ EXAMPLES = [
     Example(
         "qwen3_coder",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\n3\nlines\n\n</parameter>\n<parameter=hours>\n[1, 2]\n"
-        "</parameter>\n<parameter=rain>\nTrue\n</parameter>\n</function>\n</tool_call>",
+        "</parameter>\n<parameter=rain>\nTRUE\n</parameter>\n</function>\n</tool_call>",
         [("get_weather", {"city": "3\nlines\n", "hours": [1, 2], "rain": True})],
     ),
     # A model may leave out the mark after a value, which ends where another parameter or the next call begins. Other
@@ -134,6 +134,25 @@ EXAMPLES = [
     Example("minimax_m2", MINIMAX.replace("3</parameter>", "3"), BOTH, functions={**FUNCTIONS}),
     Example("qwen3_coder", QWEN_XML.replace("Oslo", "</function>\n<parameter=x>"),
             [("get_weather", {"city": "</function>\n<parameter=x>", "days": 3})]),
+    # And the mark after a call.
+    *(
+        Example(name, text.replace(closes, "", 1), calls, functions={**FUNCTIONS})
+        for name, text, closes, calls in (
+            ("qwen3_coder", QWEN_XML * 2, "</function>\n</tool_call>", OSLO * 2),
+            ("glm45", f"{GLM}\n{GLM}", "</tool_call>", OSLO * 2), ("minimax_m2", MINIMAX, "</invoke>\n", BOTH),
+            ("kimi_k2", KIMI, "<|tool_call_end|>", BOTH), ("deepseek_v31", DEEPSEEK_31, "<｜tool▁call▁end｜>", BOTH),
+        )
+    ),
+    *(
+        Example(name, text.replace(closes, ""), calls, functions={**FUNCTIONS})
+        for name, text, closes, calls in (
+            ("qwen3_coder", QWEN_XML, "</function>\n", OSLO),
+            ("kimi_k2", KIMI, "<|tool_call_end|>", BOTH), ("deepseek_v31", DEEPSEEK_31, "<｜tool▁call▁end｜>", BOTH),
+            ("minimax_m2", MINIMAX.replace('<invoke name="get-time">\n</invoke>\n', ""), "</invoke>\n", OSLO),
+        )
+    ),
+    Example("glm45", GLM.replace("Oslo", "<arg_key>days</arg_key>"),
+            [("get_weather", {"city": "<arg_key>days</arg_key>", "days": 3})]),
     # The text may end there too.
     Example("glm45", GLM.replace("3</arg_value>", "3"), OSLO, functions={**FUNCTIONS}),
     # A parameter that the call has already is text, unless the model has begun anew.
@@ -157,6 +176,18 @@ EXAMPLES = [
                 [("get_weather", {"city": "Oslo", "hours": hours})])
         for written, hours in (("['a', None, {'b': 1.5}]", ["a", None, {"b": 1.5}]), ("[a, b]", "[a, b]"))
     ),
+    # A model of a function may be named in definitions, or refer to itself.
+    *(
+        Example("glm45", GLM.replace("city", "a").replace("Oslo", "{'b': None}").replace("days", "b"),
+                [("get_weather", {"a": a, "b": 3})],
+                functions={"get_weather": {"properties": {"a": {"$ref": reference}}, "$defs": {
+                    "A": {"type": "object"}, "B": {"$ref": "#/$defs/B"},
+                }}})
+        for reference, a in (
+            ("#/$defs/A", {"b": None}), ("#/$defs/B", "{'b': None}"), ("#/$defs/C", "{'b': None}"),
+            ("#/properties/a/title", "{'b': None}"), ("A", "{'b': None}"),
+        )
+    ),
     Example("glm45", GLM.replace("Oslo", "['a']"), [("get_weather", {"city": "['a']", "days": 3})]),
     # A text that looks like a number is one where the schema allows one.
     Example(
@@ -179,6 +210,12 @@ EXAMPLES = [
     Example("qwen3_coder", QWEN_XML, OSLO, functions={"get_weather": {"properties": ["no object"]}}),
     Example("glm45", f"\n<think>Hm.</think>\nI look.\n{GLM}", OSLO, "I look.", "Hm.", "glm45"),
     Example("glm45", f"<think>Hm.\n{GLM}", OSLO, "", "Hm.", "glm45"),
+    # A thought about calls goes on.
+    Example("glm45", f"<think>A <tool_call> is.</think>I look.{GLM}", OSLO, "I look.", "A <tool_call> is.", "glm45"),
+    *(
+        Example("kimi_k2", f"{half}</think>I look.", [], "I look.", half, "kimi_k2", is_inside=True)
+        for half in [KIMI.partition("Oslo")[0]]
+    ),
     Example("glm45", f"{GLM}\n<tool_call>get-time\n</tool_call>", BOTH),
     Example("glm47", GLM.replace("\n", "") + "<tool_call>get-time</tool_call>", BOTH, functions={**FUNCTIONS}),
     Example("minimax_m2", f"Hm.\n</think>\n\n{MINIMAX}", BOTH, "", "Hm.", "minimax_m2", is_inside=True),
@@ -189,6 +226,8 @@ EXAMPLES = [
         [("f", {"a": ["x", 1.5], "b": "&lt;\nb"})],
     ),
     Example("kimi_k2", KIMI, BOTH),
+    Example("kimi_k2", KIMI.replace("functions.get_", " get_").replace("functions", "\nfunctions"), BOTH,
+            functions={**FUNCTIONS}),
     Example("kimi_k2", f"<think>Hm. {KIMI}", BOTH, "", "Hm.", "kimi_k2"),
     Example("kimi_k2", f"<think>Hm.</think>I look.{KIMI}", BOTH, "I look.", "Hm.", "kimi_k2"),
     Example("deepseek_v3", DEEPSEEK_3, BOTH),
@@ -196,6 +235,11 @@ EXAMPLES = [
     Example("deepseek_v32", f"Hm.</think>I look.\n\n{DSML}", BOTH, "I look.", "Hm.", "deepseek_v3", is_inside=True),
     Example("deepseek_v32", DSML.replace('string="false"', 'string="true"'),
             [("get_weather", {"city": "Oslo", "days": "3"}), ("get-time", {})]),
+    # A text that the form calls JSON is a JSON text.
+    *(
+        Example("deepseek_v32", DSML.replace('"true">Oslo', f'"false">{written}'), BOTH, functions={**FUNCTIONS})
+        for written in ('"Oslo"', "Oslo")
+    ),
     Example("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3}[TOOL_CALLS]get-time[ARGS]{}', BOTH),
     Example("mistral", '[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Oslo", "days": 3}', OSLO),
     Example("mistral", '[THINK]Hm.[/THINK]I look.[TOOL_CALLS]get-time[ARGS]{}', BOTH[1:], "I look.", "Hm.", "mistral"),
@@ -223,6 +267,10 @@ EXAMPLES = [
         "They ask of Oslo.",
         "gpt-oss",
     ),
+    *(
+        Example("openai", f"{OSS_THOUGHT}<|channel|>final{of}<|message|>[7]", [], "[7]", "They ask of Oslo.", "gpt-oss")
+        for of in (" <|constrain|>json", "<|constrain|>json", " json")
+    ),
     Example("openai", f"{OSS_THOUGHT}<|channel|>final<|message|>Cold.<|return|>", [], "Cold.", "They ask of Oslo.",
             "gpt-oss"),
     Example("llama3_json", '{"name": "get_weather", "parameters": {"city": "Oslo", "days": 3}}', OSLO),
@@ -230,6 +278,11 @@ EXAMPLES = [
     Example("pythonic", "[get_weather(city='Oslo', days=3), f(a=[1, {'b': None}], c=-1.5, d=true)]",
             [*OSLO, ("f", {"a": [1, {"b": None}], "c": -1.5, "d": True})]),
     Example("pythonic", '[f(h="\\ud800 é")]', [("f", {"h": "\ud800 é"})]),
+    Example("pythonic", r'[f(a="\d")]', [("f", {"a": r"\d"})]),  # no escape to Python, of which it warns
+    Example("pythonic", """[f(from="in=1", class = 'is=', not_=[{'a': 'or=\\''}], in=-1)]""",
+            [("f", {"from": "in=1", "class": "is=", "not_": [{"a": "or='"}], "in": -1})]),
+    Example("lfm2", "I look.<|tool_call_start|>[get_weather(city='Oslo', days=3)]<|tool_call_end|>It rains.", OSLO,
+            "I look.It rains."),
     Example("llama4_pythonic", '<|python_start|>[get_weather(city="Os]lo", days=3)]<|python_end|>',
             [("get_weather", {"city": "Os]lo", "days": 3})]),
     # The edges of a call as JSON.
@@ -244,11 +297,16 @@ EXAMPLES = [
     Example("llama3_json", '{"name": "f", "arguments": {"x": [1, {}]}}', CALLED),
     Example("hermes", F.replace("arguments", "parameters"), CALLED),
     Example("hermes", '<tool_call>{"name": "f", "arguments": {"h": "\\ud800 é"}}', [("f", {"h": "\ud800 é"})]),
+    # Some write nothing for no arguments, or JSON within JSON.
+    *(Example("hermes", f'<tool_call>{{"name": "f", "arguments": {none}}}', [("f", {})]) for none in ('""', "null")),
+    Example("hermes", r'<tool_call>{"name": "f", "arguments": "{\"h\": \"\ud800 é\"}"}', [("f", {"h": "\ud800 é"})]),
     Example("hermes", f"<tool_call>no</tool_call>{F}", CALLED, "<tool_call>no</tool_call>"),
     Example("llama3_json", '\n {"name": "f", "parameters": {"x": "{"}} \n', [("f", {"x": "{"})]),
     Example("llama3_json", '<|python_tag|> \n{"name": "f", "parameters": {}} and', [("f", {})], "and"),
     Example("llama3_json", '{"name": "f", "parameters": {}} and a text', [("f", {})], "and a text"),
-    Example("llama3_json", '{"name": "f", "parameters": {}}; and {', [("f", {})], "; and {"),
+    Example("llama3_json", '{"name": "f", "parameters": {}}; and {', [("f", {})], "and {"),
+    Example("llama3_json", '{"name": "f", "parameters": {}}, and {', [("f", {})], ", and {"),
+    Example("llama3_json", '{"name": "f"}, {"name": "get-time"}; ', [("f", {}), *BOTH[1:]]),
     Example("llama3_json", '{"name": "f"}; {"name": "get-time"}\n{"name": "f"}', [("f", {}), *BOTH[1:], ("f", {})]),
     # No calls: all of it stays text.
     *(
@@ -257,7 +315,8 @@ EXAMPLES = [
             *(("hermes", text) for text in (
                 "", " ", "plain < <tool <tool_cal text ", "<tool_call>", "<tool_call> ", "<tool_call>a</tool_call>",
                 '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>',
-                '<tool_call>{"name": "f", "arguments": [1]}',
+                '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": "[1]"}',
+                '<tool_call>{"name": "f", "arguments": "Oslo"}',
                 '<tool_call>{"name": "f", "arguments": NaN}', '<tool_call>{"name": "f", "arguments": {"x": NaN}}',
                 "<tool_call>{", '<tool_call>{"name": "f", "arguments": {"x": -Infinity}}',
                 '<tool_call>{"name": "f", "arguments": {"x": [-1e400]}}',
@@ -272,7 +331,7 @@ EXAMPLES = [
             )),
             ("qwen3_coder", "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),
             ("qwen3_coder", QWEN_XML.removesuffix("</function>\n</tool_call>")),
-            ("qwen3_coder", "It writes <function=launch> <function=f> and <function="),
+            ("qwen3_coder", "It writes <function=launch> <function=f> <function=f> and <function="),
             ("qwen3_coder", QWEN_XML.partition("Oslo")[0]),
             ("glm45", "<tool_call>get_weather is a name"),
             ("glm45", GLM.removesuffix("</tool_call>")),
@@ -392,6 +451,11 @@ def test_arguments_stay_as_they_are_written(written: str) -> None:
     assert (call.name, call.arguments) == ("7", written)
 
 
+def test_marks_of_calls_end_no_thought_where_there_are_no_calls() -> None:
+    reader = AnswerReader(None, {}, form_named("glm45", REASONING_FORMS))
+    assert reader.push("<think>A <tool_call> it is.</think>Yes.") == [Thought("A <tool_call> it is."), "Yes."]
+
+
 def test_one_call_is_read_where_several_are_not_wanted() -> None:
     call = '{"name": "f", "arguments": {}}'
     for name, text in (
@@ -437,6 +501,8 @@ WRITTEN = {
     "openai": "<|start|>assistant to=functions.{{ c.function.name }}<|channel|>commentary json<|message|>"
     "{{ c.function.arguments | tojson }}<|call|>",
     "pythonic": "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})]",
+    "lfm2": "<|tool_call_start|>[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}"
+    "{{ k }}={{ v }}{% endfor %})]<|tool_call_end|>",
 }  # fmt: skip
 
 
@@ -577,6 +643,9 @@ def test_a_required_call_is_held_to_the_form_and_the_schema(example: Example, as
         ("12", {"anyOf": [{"type": "string"}, {"type": "null"}]}),
         (None, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
         (12, {"oneOf": [{"const": "a"}, {"type": "integer"}]}),
+        ("7", {"$ref": "#/$defs/Word"}),
+        ("7", {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/Word"}]}),
+        (7, {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/Hour"}]}),
         ([3], {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/$defs/Hour"}}]}),
     ],
     ids=str,

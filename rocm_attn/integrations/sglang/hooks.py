@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import is_not
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -96,6 +97,7 @@ class AttentionHooks:
         self, runner: Runner, serving: Serving, *, table: Tensor | None = None, page_size: int | None = None
     ) -> None:
         super().__init__()
+        self.runner = runner
         self.forward_metadata = None
         # SGLang reads both here, and replaces the pool for some drafts.
         self.req_to_token_pool: ReqToTokenView = runner.req_to_token_pool
@@ -119,6 +121,7 @@ class AttentionHooks:
         self._chosen: Tensor | None = None
         self.attention = self._build(self._table().shape[0])
         log_kernels(SGLANG, self.attention.kernels().selections)
+        _MADE.add(self)
 
     @property
     def verifies_trees(self) -> bool:
@@ -198,7 +201,7 @@ class AttentionHooks:
         pages = self._layers.index_pages[place]
         address = pages.rows(pool).data_ptr()  # SGLang waits here, as for K and V
         if self._index_keys.get(place) != address:
-            scale_value, keys = pages.scale(pool), pages.keys(pool)[: self._layers.num_pages]
+            scale_value, keys = pages.scale(), pages.keys(pool)[: self._layers.num_pages]
             attention.pages.bind_index(place, keys, scale_value, index_format(keys))
             self._index_keys[place], self._scale_values[place] = address, scale_value
 
@@ -435,14 +438,30 @@ class AttentionHooks:
                 f"layer {layer.layer_id} was called with topk_indices, and had no indexer when its kernels were chosen"
             )
 
-    def renew_sinks(self) -> None:
-        """Reads the model's sinks and the scales of index keys again, after its weights have changed."""
+    def renew_weights(self) -> None:
+        """Reads the model's sinks, and the scales of K, V and index keys, again, after its weights have changed."""
         self.attention.take_over()
         for place, sinks in enumerate(self._layers.sinks()):
             if sinks is not None:
                 self.attention.set_head_weights(place, HeadWeights(sinks=sinks))
+        for place in range(len(self._layers.layers)):
+            bound, coded = self.attention.pages.layer(place), self._layers.pages(place, self.token_to_kv_pool).coded
+            if coded is not None:
+                for own, now in ((bound.k_scale, coded.k_scale), (bound.v_scale, coded.v_scale)):
+                    if own is not None and now is not None:
+                        own.copy_(now)
         for place, pages in self._layers.index_pages.items():
-            self._scale_values[place].copy_(pages.scale(self.token_to_kv_pool))
+            self._scale_values[place].copy_(pages.scale())
+
+
+_MADE: WeakSet[AttentionHooks] = WeakSet()
+
+
+def renew_weights(runner: Runner) -> None:
+    """Lets each backend of a runner read the model's weights again. SGLang keeps several, and uses some of them later:
+    one for each number of drafts, or for each half of a batch."""
+    for hooks in [each for each in _MADE if each.runner is runner]:
+        hooks.renew_weights()
 
 
 def _joined(

@@ -4,7 +4,7 @@ A module's own projections compute index queries, keys and head gates. Our kerne
 the selected keys. Keys are in SGLang's index pages, in its format: each page has all codes first, then all scales.
 
 SGLang computes a scale per token. Ours is one per layer, a power of two, computed from the bound that a norm sets on
-its rows. It is written next to every key, so that any move or copy of SGLang's pages takes keys with their scale.
+its rows. It is not in SGLang's pages, whose scales nothing reads: while weights are new, these may be without memory.
 The rows are not rotated by a Hadamard matrix, because the products of queries and keys are the same without it.
 """
 
@@ -21,8 +21,6 @@ from rocm_attn.integrations.sglang.seen import IndexerModule, KVPoolView
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer, KVEncoding
-
-_FACTOR_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +104,10 @@ class IndexPages:
         codes = rows.as_strided((rows.shape[0], self.page_size, dim), (rows.stride(0), dim, 1))
         return codes.view(self.encoding.over(torch.float32).dtype)
 
-    def scale(self, pool: KVPoolView) -> Tensor:
-        """Returns their scale, float32 [1], and writes it next to each key in a pool, where SGLang keeps a token's."""
-        rows, scale_value = self.rows(pool), _key_scale(self.module, self.encoding)
-        rows.view(torch.float32)[:, self.page_size * self.module.head_dim // _FACTOR_BYTES :] = scale_value
-        return torch.tensor([scale_value], dtype=torch.float32, device=rows.device)
+    def scale(self) -> Tensor:
+        """Returns their scale, float32 [1]."""
+        weight = self.module.k_norm.weight
+        return torch.tensor([_key_scale(self.module, self.encoding)], dtype=torch.float32, device=weight.device)
 
 
 def index_format(keys: Tensor) -> PageFormat:

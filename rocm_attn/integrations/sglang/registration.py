@@ -1,7 +1,8 @@
 """Registers our names in SGLang's lists."""
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.arg_groups import choices
@@ -18,9 +19,9 @@ _UPDATES = (
     "load_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
+    "end_weight_update",
 )
-# Attributes in which composed backends keep their parts.
-_PARTS = "primary", "children", "prefill_backend", "decode_backend", "attn_backend_list", "attn_backends"
+_HOOKS = "rocm_attn.integrations.sglang.hooks"
 
 
 def register_names() -> None:
@@ -42,7 +43,7 @@ def register_names() -> None:
     HookRegistry.register(f"{_FACTORY}.create_decode_backend", _draft_decode, HookType.AROUND)
     HookRegistry.register(f"{_FACTORY}.create_draft_extend_backend", _draft_extend, HookType.AROUND)
     for update in _UPDATES:
-        HookRegistry.register(f"{_UPDATER}.{update}", _renew_sinks, HookType.AFTER)
+        HookRegistry.register(f"{_UPDATER}.{update}", _renew_weights, HookType.AFTER)
 
 
 def _create(runner: Any) -> Any:
@@ -86,24 +87,10 @@ def _draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
     return backend
 
 
-def _renew_sinks(result: Any, updater: Any, *_: Any, **__: Any) -> None:
-    """Copies the sinks again after an update of a model's weights."""
-    runner = updater.get_model_runner()
-    for name in ("attn_backend", "draft_attn_backend"):
-        for backend in _of_ours(getattr(runner, name, None)):
-            backend.renew_sinks()
-
-
-def _of_ours(backend: Any) -> Iterator[Any]:
-    """Yields our backends among the parts of a backend."""
-    if hasattr(backend, "renew_sinks"):
-        yield backend
-        return
-    for name in _PARTS:
-        parts = getattr(backend, name, None)
-        for part in parts if isinstance(parts, (list, tuple)) else [parts]:
-            if part is not None:
-                yield from _of_ours(part)
+def _renew_weights(result: Any, updater: Any, *_: Any, **__: Any) -> None:
+    """Reads a model's weights again after an update."""
+    if _HOOKS in sys.modules:  # a backend of ours was made
+        sys.modules[_HOOKS].renew_weights(updater.get_model_runner())
 
 
 def _draft_name(factory: Any, phase: str) -> str:

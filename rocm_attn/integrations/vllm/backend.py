@@ -45,7 +45,6 @@ from rocm_attn.integrations.vllm.layer_terms import (
     CacheTerms,
     LayerTerms,
     MaskTerms,
-    WeightLoads,
 )
 from rocm_attn.integrations.vllm.own_tokens import OwnTokens
 from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
@@ -190,15 +189,13 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         seeing = [name for name, layer in layers.items() if has_images and sees_images(layer, vllm_config.model_config)]
         self._hides_images = has_images and not seeing
         of_group = {
-            name: group_layer(layer, _problem_of(layer, cache, is_open=is_open, has_images=name in seeing), device)
+            name: group_layer(layer, _problem_of(layer, cache, is_open=is_open, has_images=name in seeing))
             for name, layer in layers.items()
         }
         self.group: Group
         kinds = {layer.impl.terms.kind for layer in layers.values()}
         if not kinds.isdisjoint(ENCODERS):
-            options = _options(vllm_config, 1)
-            self.group = OwnTokens(of_group, _sizes(vllm_config), device, options)
-            options.said(self.group.attention.kernels().selections)
+            self.group = OwnTokens(of_group, _sizes(vllm_config), device, _options(vllm_config, 1))
         elif CROSS in kinds:
             require_parallel(vllm_config, DECODES_SHARED)
             self.group = _new_cross_group(of_group, vllm_config, device)
@@ -260,18 +257,17 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
         self.kv_cache_dtype, self.attn_type = terms.kv_cache_dtype, terms.attn_type
         self.kv_sharing_target_layer_name = terms.kv_sharing_target_layer_name
         self.sinks = terms.sinks
-        self.loads = WeightLoads(terms.sinks)
         # True if steps may be not causal: vLLM says so of a model while it makes its layers.
         self.is_open = bool(get_current_vllm_config().attention_config.use_non_causal)
         self.group: Group | None = None
 
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Counts a load. vLLM calls this after it has loaded this layer's weights, for the first time or again."""
-        super().process_weights_after_loading(act_dtype)
-        self.loads.count += 1
-
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Stores K and V of tokens that are in no step: vLLM's proposer of block drafts makes them of hidden states."""
+        if isinstance(self.group, SharedContextGroup):
+            raise Unsupported(
+                f"{layer.layer_name} drafts blocks, whose K and V vLLM stores apart from steps, which is not served if "
+                f"ranks share contexts; set {DECODES_SHARED} to 1"
+            )
         if not isinstance(self.group, KVGroup):
             raise WrongState(f"vLLM stores K and V of {layer.layer_name} before it has a builder of its own")
         self.group.store_to(layer.layer_name, kv_cache, key, value, slots)
@@ -313,10 +309,10 @@ def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[st
     return {name: found[name] for name in layer_names}
 
 
-def group_layer(layer: Any, problem: Any, device: torch.device) -> GroupLayer:
+def group_layer(layer: Any, problem: Any) -> GroupLayer:
     """Returns a layer of vLLM's in the form that KVGroup takes."""
     terms = layer.impl.terms
-    return GroupLayer(layer, problem, partial(terms.head_weights, device), layer.impl.loads, terms.stores)
+    return GroupLayer(layer, problem, terms.head_weights, terms.stores)
 
 
 def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool, has_images: bool) -> Problem:

@@ -18,7 +18,6 @@ from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource, RecordedFill
 from rocm_attn.integrations.encoder_rows import store_at_slots
 from rocm_attn.integrations.vllm.kv_views import pages_of
-from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.spans import GroupSpans
 from rocm_attn.integrations.vllm.steps import (
     CommonMetadata,
@@ -57,36 +56,37 @@ class CachedLayer(Protocol):
 class GroupLayer:
     """A layer of a group.
 
-    weights: returns the head weights. Called at the first step, after vLLM has loaded weights, and after reloads
-    loads:   detects reloads; None: the layer has none
+    weights: its head weights. Their values are not there before the first step, and vLLM may change the sinks later
     stores:  whether it has KV of its own
     """
 
     layer: CachedLayer
     problem: Problem
-    weights: Callable[[], HeadWeights] = lambda: NO_HEAD_WEIGHTS
-    loads: WeightLoads | None = None
+    weights: HeadWeights = NO_HEAD_WEIGHTS
     stores: bool = True
 
 
 class LoadedWeights:
-    """Gives an attention the head weights of a group's layers, at its first step and once vLLM has loaded them anew."""
+    """Gives an attention the head weights of a group's layers: all at its first step, and sinks at each.
+
+    Loaders of weights write to a parameter's data, which neither its version nor a call of vLLM's shows.
+    """
 
     def __init__(self, layers: Iterable[GroupLayer]) -> None:
-        self._layers = [
-            (index, each)
-            for index, each in enumerate(layers)
-            if each.problem.has_sinks or each.problem.has_alibi_slopes
-        ]
-        self._seen: dict[int, tuple[int, int] | None] = {}
+        self._weights = {index: each.weights for index, each in enumerate(layers) if each.weights != NO_HEAD_WEIGHTS}
+        self._own: list[Tensor] | None = None
+        self._loaded = [each.sinks for each in self._weights.values() if each.sinks is not None]
 
+    @torch.no_grad()
     def give(self, attention: ExternalAttention) -> None:
-        """Before each step."""
-        for index, each in self._layers:
-            seen = None if each.loads is None else each.loads.seen()
-            if index not in self._seen or seen != self._seen[index]:
-                attention.set_head_weights(index, each.weights())
-                self._seen[index] = seen
+        """Before each step. It makes one launch, if layers have sinks."""
+        if self._own is None:
+            for index, weights in self._weights.items():
+                attention.set_head_weights(index, weights)
+            own_of = next(iter(attention.cores.values())).head_weights.of
+            self._own = [own for index in self._weights if (own := own_of(index).sinks) is not None]
+        elif self._own:
+            torch._foreach_copy_(self._own, self._loaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class KVGroup:
     def __init__(
         self, layers: Mapping[str, GroupLayer], sizes: GroupSizes, device: torch.device, options: GroupOptions
     ) -> None:
-        _require_kernels([each.problem for each in layers.values()], sizes, device, options.external)
+        require_kernels([each.problem for each in layers.values()], sizes, device, options.external)
         self._layers = dict(layers)
         self._weights = LoadedWeights(layers.values())
         self._index = {name: index for index, name in enumerate(layers)}
@@ -456,7 +456,7 @@ def give_none(layers: LayerCalls, layer: int, problem: Problem, inputs: ZeroInpu
     give_chosen(layers, layer, inputs.of_choice(problem.indexer, num_tokens) - 1)
 
 
-def _require_kernels(
+def require_kernels(
     problems: Sequence[Problem], sizes: GroupSizes, device: torch.device, options: ExternalOptions
 ) -> None:
     """Raises Unsupported for layers that no kernel serves, before vLLM allocates memory for them."""

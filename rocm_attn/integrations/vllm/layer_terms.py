@@ -183,28 +183,11 @@ class LayerTerms:
             kv_scales=_scales_of_latents(self.kv_cache_dtype, encoding),
         )
 
-    def head_weights(self, device: torch.device) -> HeadWeights:
-        """Returns its sinks and slopes with their present values."""
+    @property
+    def head_weights(self) -> HeadWeights:
+        """Its sinks, in vLLM's own memory, and slopes."""
         slopes = None if self.alibi_slopes is None else torch.as_tensor(self.alibi_slopes, dtype=torch.float32)
-        return HeadWeights(
-            None if self.sinks is None else self.sinks.detach().float().to(device).contiguous(),
-            None if slopes is None else slopes.to(device),
-        )
-
-
-class WeightLoads:
-    """Detects that a layer's weights have changed since they were read. count: loads that vLLM has reported
-
-    vLLM copies weights in kernel format into a parameter without reporting it. The parameter's version shows those.
-    """
-
-    def __init__(self, weights: Tensor | None) -> None:
-        self._weights, self.count = weights, 0
-
-    def seen(self) -> tuple[int, int]:
-        """Returns a value that changes with each load."""
-        weights = self._weights
-        return self.count, 0 if weights is None or weights.is_inference() else weights._version
+        return HeadWeights(self.sinks, slopes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,20 @@ It serves encoder models: all tokens of a prompt are in one step and see each ot
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from rocm_attn.external import Bounds, ExternalAttention, LayerSource
-from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, LoadedWeights, StepOfGroup
+from rocm_attn.integrations.vllm.group import (
+    GroupLayer,
+    GroupOptions,
+    GroupSizes,
+    LoadedWeights,
+    StepOfGroup,
+    require_kernels,
+)
 from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape
 from rocm_attn.machine.devices import with_index
 from rocm_attn.paging.adopted import CsrSource
@@ -28,13 +36,23 @@ class OwnTokens:
     def __init__(
         self, layers: Mapping[str, GroupLayer], sizes: GroupSizes, device: torch.device, options: GroupOptions
     ) -> None:
-        self._layers, device = dict(layers), with_index(device)
+        self._layers, self._sizes, self._device, self._options = dict(layers), sizes, with_index(device), options
         self._index = {name: index for index, name in enumerate(layers)}
         self._weights = LoadedWeights(layers.values())
+        self._external = replace(options.external, short_kv=False)
+        require_kernels([_of_own(each.problem) for each in layers.values()], sizes, self._device, self._external)
+
+    @cached_property
+    def attention(self) -> ExternalAttention:
+        """The attention that runs the steps. The first step makes it, with all memory of this object.
+
+        While vLLM makes builders, 0.26 lends them the memory of its KV cache, which its sleep mode discards.
+        """
+        sizes, device = self._sizes, self._device
         with torch.inference_mode(False):
             self._indptr = torch.zeros(sizes.num_seqs + 1, dtype=torch.int32, device=device)
-            self.attention = ExternalAttention(
-                [LayerSource(_of_own(each.problem)) for each in layers.values()],
+            attention = ExternalAttention(
+                [LayerSource(_of_own(each.problem)) for each in self._layers.values()],
                 CsrSource(self._indptr, torch.arange(sizes.num_tokens, dtype=torch.int32, device=device)),
                 device=device,
                 bounds=Bounds(
@@ -43,29 +61,32 @@ class OwnTokens:
                     kv_len=sizes.num_tokens,
                     num_pages=sizes.num_tokens,
                 ),
-                options=replace(options.external, short_kv=False),
-                agree=options.agree,
+                options=self._external,
+                agree=self._options.agree,
             )
             self._rows = {
                 problem: tuple(
                     torch.zeros(sizes.num_tokens, 1, problem.num_kv_heads, dim, dtype=problem.dtype, device=device)
                     for dim in (problem.head_dim, problem.v_head_dim)
                 )
-                for problem in {each.problem for each in layers.values()}
+                for problem in {each.problem for each in self._layers.values()}
             }
-            for name, each in layers.items():
+            for name, each in self._layers.items():
                 k, v = self._rows[each.problem]
-                self.attention.pages.bind(self._index[name], k, v)
+                attention.pages.bind(self._index[name], k, v)
+        self._options.said(attention.kernels().selections)
+        return attention
 
     def begin(self, common: CommonMetadata) -> StepOfGroup:
         """Begins and fills a step over new tokens. Raises the errors of ExternalAttention."""
         shape, seqs = ReplayShape.of(common), common.num_reqs
         starts = common.query_start_loc[: seqs + 1]
-        self.attention.take_over()
-        self._weights.give(self.attention)
+        attention = self.attention
+        attention.take_over()
+        self._weights.give(attention)
         self._indptr[: seqs + 1] = starts
         self._indptr[seqs + 1 :] = starts[-1]
-        self.attention.begin(
+        attention.begin(
             ExternalStep(
                 num_seqs=seqs,
                 padded_seqs=shape.num_seqs,
@@ -78,8 +99,8 @@ class OwnTokens:
                 max_kv_len=shape.max_q_len,
             )
         )
-        self.attention.fill()
-        return StepOfGroup(self.attention.step_number, shape.num_tokens, None)
+        attention.fill()
+        return StepOfGroup(attention.step_number, shape.num_tokens, None)
 
     def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """Copies K and V of a step's tokens to the rows. k, v: as in KVGroup.store; the KV cache is not used"""

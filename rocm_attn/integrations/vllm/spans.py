@@ -5,9 +5,11 @@ tokens see all of its KV. So such a step needs no lengths. It imports no vLLM.
 """
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import Unsupported, WrongState
@@ -26,7 +28,7 @@ class Span(NamedTuple):
 
 
 class GroupSpans:
-    """The spans of a group's steps, in fixed memory.
+    """The spans of a group's steps, in fixed memory, which the first step makes: see OwnTokens.attention.
 
     problems: of the group's layers
     num_seqs, num_tokens: of the largest step
@@ -38,14 +40,21 @@ class GroupSpans:
         self._is_passed, self._passed_window = bool(passed), min(passed, default=INT32_MAX)
         windows = [problem.window_left for problem in problems if problem.window_left != UNLIMITED_WINDOW]
         self._shortest_window = min(windows, default=INT32_MAX)
-        if not self.is_needed:
-            return
+        self._num_seqs, self._num_tokens, self._device = num_seqs, num_tokens, device
+
+    @cached_property
+    def _of_images(self) -> Tensor:
         with torch.inference_mode(False):
-            self._ring = HostRing(device)
-            self._of_images = torch.zeros(num_tokens, 3, dtype=torch.int32, device=device)
-            self._of_requests = torch.zeros(num_seqs, 3, dtype=torch.int32, device=device)
-            self._of_requests[:, 0] = torch.arange(num_seqs, device=device)
-            self._of_requests[:, 2] = INT32_MAX
+            self._ring = HostRing(self._device)
+            return torch.zeros(self._num_tokens, 3, dtype=torch.int32, device=self._device)
+
+    @cached_property
+    def _of_requests(self) -> Tensor:
+        with torch.inference_mode(False):
+            spans = torch.zeros(self._num_seqs, 3, dtype=torch.int32, device=self._device)
+            spans[:, 0] = torch.arange(self._num_seqs, device=self._device)
+            spans[:, 2] = INT32_MAX
+            return spans
 
     @property
     def none(self) -> DeviceSpans:

@@ -14,7 +14,7 @@ from rocm_attn.errors import BadTensor, DeviceFault, NeverFits, Unsupported, Wro
 from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.drafts import BranchTable, DraftSteps
-from rocm_attn.integrations.sglang.hooks import AttentionHooks
+from rocm_attn.integrations.sglang.hooks import AttentionHooks, renew_weights
 from tests.amd.integrations.oracle import Array, Scores, attention
 from tests.amd.integrations.sglang_stand_in import (
     DIM,
@@ -443,8 +443,29 @@ def test_new_weights_of_sinks_are_read_when_asked(provider: str, device: torch.d
     engine, one = prompted(provider, device, with_sinks=True)
     with torch.no_grad():
         engine.model.get_parameter("block0.sinks").add_(2.0)
-    engine.hooks.renew_sinks()
+    engine.hooks.renew_weights()
     engine.run(Mode.DECODE, [one], [1])
+
+
+def test_new_weights_reach_all_backends_of_a_runner_and_of_no_other(provider: str, device: torch.device) -> None:
+    """SGLang makes a backend for each number of drafts that it may change to (adaptive_runtime_state.py)."""
+    engine, other = (Engine(provider, device, with_sinks=True) for _ in range(2))
+    backends = [engine.hooks, AttentionHooks(engine.runner, engine.serving), other.hooks]
+    with torch.no_grad():
+        for each in (engine, other):
+            each.model.get_parameter("block0.sinks").fill_(9.0)
+    renew_weights(engine.runner)
+    sinks = [next(iter(each.attention.cores.values())).head_weights.of(0).sinks for each in backends]
+    assert [each is not None and bool(each.eq(9.0).all()) for each in sinks] == [True, True, False]
+
+
+def test_new_scales_of_k_and_v_are_read_when_asked(provider: str, device: torch.device) -> None:
+    scales = {"k_scale_float": 0.5, "v_scale_float": 0.5}
+    engine, _ = prompted(provider, device, kv_dtype=torch.float8_e4m3fn, **scales)
+    for layer in engine.layers:
+        layer.k_scale_float = layer.v_scale_float = 64.0
+    engine.hooks.renew_weights()
+    engine.run(Mode.EXTEND, [engine.admit()], [7])
 
 
 def test_the_rotated_part_of_latent_rows_may_come_beside_them(provider: str, device: torch.device) -> None:

@@ -132,22 +132,22 @@ def test_draft_steps_are_ours_where_the_draft_model_or_the_server_names_us(
     assert made == [("the draft's", 2, 3)] * 2
 
 
-def test_sinks_are_read_again_after_an_update_of_weights_in_whatever_our_backends_are_parts_of(
-    sglang: SGLang, registration: Any
+def test_weights_are_read_again_after_an_update_if_a_backend_of_ours_was_made(
+    sglang: SGLang, registration: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renewed: list[str] = []
-
-    def backend(name: str) -> Any:
-        return SimpleNamespace(renew_sinks=lambda: renewed.append(name))
-
-    overlapped = SimpleNamespace(primary=backend("primary"), children=[backend("left"), backend("right")])
-    drafts = SimpleNamespace(attn_backends=[backend("draft"), SimpleNamespace()])
-    runner = SimpleNamespace(attn_backend=overlapped, draft_attn_backend=drafts)
     registration.register_names()
     updates = [hook for name, hook in sglang.hooks.items() if ".WeightUpdater." in name]
-    assert len(updates) == 4
-    assert updates[0]((True, "done"), SimpleNamespace(get_model_runner=lambda: runner), "a path") is None
-    assert renewed == ["primary", "left", "right", "draft"]
+    assert len(updates) == 5
+    renewed: list[str] = []
+    hooks = "rocm_attn.integrations.sglang.hooks"
+    updater = SimpleNamespace(get_model_runner=lambda: "the runner")
+    for is_made in (True, False):
+        if is_made:
+            monkeypatch.setitem(sys.modules, hooks, SimpleNamespace(renew_weights=renewed.append))
+        else:
+            monkeypatch.delitem(sys.modules, hooks)
+        assert updates[0]((True, "done"), updater, "a path") is None
+        assert renewed == ["the runner"]
 
 
 @pytest.mark.parametrize("value", ["", "0", "1"])

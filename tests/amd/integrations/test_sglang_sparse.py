@@ -274,7 +274,9 @@ def test_records_of_a_model_in_float16_are_refused(provider: str, device: torch.
 def test_new_weights_of_the_norm_change_what_index_keys_are_worth(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
     engine.indexer.k_norm.weight.mul_(64)
-    engine.hooks.renew_sinks()
+    before = engine.pool.index[0].clone()
+    engine.hooks.renew_weights()
+    assert engine.pool.index[0].equal(before), "the pool may have no memory until weights are new"
     engine.run_sparse(Mode.EXTEND, [engine.admit()], [9])
 
 

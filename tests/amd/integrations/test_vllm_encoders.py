@@ -19,6 +19,7 @@ from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.own_tokens import OwnTokens
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from tests.amd.integrations.oracle import Scores, attention
+from tests.amd.integrations.vllm_runner import discarding
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -40,7 +41,7 @@ class Layers:
             name: GroupLayer(
                 SimpleNamespace(kv_cache=kv_cache, _k_scale=one, _v_scale=one),
                 each.problem(shared),
-                partial(each.head_weights, device),
+                each.head_weights,
             )
             for name, each in self.terms.items()
         }
@@ -94,7 +95,8 @@ def test_tokens_of_an_encoder_see_all_of_their_prompt_and_no_other(
     with_sinks = replace(plain, sinks=torch.linspace(-1, 1, HEADS), kv_cache_dtype="fp8")
     local = [replace(plain, sliding_window=keys) for keys in (1, 4, 12)]
     layers = Layers([plain, plain, with_sinks, *local], device)
-    group = OwnTokens(layers.of_group, SIZES, device, options(provider))
+    with discarding():
+        group = OwnTokens(layers.of_group, SIZES, device, options(provider))
     nothing = torch.zeros(4, 1, dtype=torch.int32, device=device)
     for new in ([9, 1, 17], [5], [1, 1, 1, 1], [1, 0, 1]):
         step = group.begin(layers.common(new, torch.tensor(new, device=device), nothing))

@@ -88,6 +88,14 @@ def test_a_layer_that_reads_anothers_kv_is_refused_where_ranks_share_contexts(ou
         builder(ours, "backend", reader, **DECODES_SHARED)
 
 
+def test_what_is_stored_apart_from_steps_is_refused_where_ranks_share_contexts(ours: dict[str, Any]) -> None:
+    layer = gqa_layer(ours["backend"].RocmAttnImpl)
+    builder(ours, "backend", layer, **DECODES_SHARED)
+    refusal = "layer drafts blocks, whose K and V vLLM stores .* if ranks share contexts; set decode_context_parallel_s"
+    with pytest.raises(Unsupported, match=refusal):
+        layer.impl.do_kv_cache_update(layer, torch.zeros(1), torch.zeros(1), layer.kv_cache, torch.zeros(1))
+
+
 def test_steps_of_ranks_that_share_contexts_are_not_captured(ours: dict[str, Any]) -> None:
     shared = builder(ours, "backend", **DECODES_SHARED)
     support = ours["backend"].AttentionCGSupport

@@ -60,7 +60,7 @@ class Rank:
         terms = LayerTerms(heads, DIM, SCALE, 1, sinks=mine)
         problem = terms.problem(CacheTerms(BLOCK, DIM, torch.float32, torch.float8_e4m3fn))
         options = GroupOptions(ExternalOptions(provider=provider, page_strides=True))
-        layer = GroupLayer(self.layer, problem, lambda: terms.head_weights(device))
+        layer = GroupLayer(self.layer, problem, terms.head_weights)
         sizes = GroupSizes(SEQS, MAX_TOKENS, MAX_LEN)
         self.group = SharedContextGroup({"layer": layer}, sizes, device, options, self.sharing)
         blocks = np.random.default_rng(ranks.rank_in_group).permutation(np.arange(1, NUM_BLOCKS))[: SEQS * 8]

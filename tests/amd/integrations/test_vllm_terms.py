@@ -41,7 +41,7 @@ def test_terms_are_read_in_vllms_order_and_by_its_names() -> None:
     assert problem.logits_soft_cap == 30.0
     assert problem.has_sinks
     assert terms.stores
-    assert terms.head_weights(torch.device("cpu")).sinks is not None
+    assert terms.head_weights.sinks is not None
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,21 @@ and V of every request also kept in NumPy. Blocks without a request are NaN, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_attn.capture.engine_kernels import StepsAhead, run_nothing
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend
-from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, CacheTerms, LayerTerms, MaskTerms, WeightLoads
+from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, CacheTerms, LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from rocm_attn.problem import Scales as SharedScales
 from rocm_attn.truth.adopted import try_nothing
@@ -54,8 +56,33 @@ class Layer:
     kv_cache: Tensor
     _k_scale: Tensor
     _v_scale: Tensor
-    loads: WeightLoads
     stored: dict[int, list[tuple[Array, Array]]] = field(default_factory=dict)
+
+
+class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not made.is_meta:
+            self.made.append(made)
+        return made
+
+
+@contextmanager
+def discarding() -> Iterator[None]:
+    """Clears all memory that was made in it, as the sleep mode of vLLM 0.26 does with what builders make."""
+    with _Noted() as noted:
+        yield
+    with torch.inference_mode(False):
+        for each in noted.made:
+            torch.empty(0, dtype=torch.uint8, device=each.device).set_(each.untyped_storage()).zero_()
 
 
 def unchanged(runner: Runner) -> None:
@@ -109,10 +136,11 @@ class Runner:
             tried=tried,
             ran_ahead=ran_ahead,
         )
-        self.groups = [
-            KVGroup(self._group_layers(group), GroupSizes(MAX_SEQS, MAX_TOKENS, MAX_LEN), device, options)
-            for group in range(len(self.tables))
-        ]
+        of_groups = [self._group_layers(group) for group in range(len(self.tables))]
+        with discarding():
+            self.groups = [
+                KVGroup(layers, GroupSizes(MAX_SEQS, MAX_TOKENS, MAX_LEN), device, options) for layers in of_groups
+            ]
 
     def _new_layer(self, name: str, terms: LayerTerms, group: int, heads_first: bool) -> Layer:
         shape = (NUM_BLOCKS, KV_HEADS, self.block_size, 2 * self.dim)
@@ -133,7 +161,6 @@ class Runner:
             cache if heads_first else cache.transpose(1, 2),
             k_scale,
             v_scale,
-            WeightLoads(terms.sinks),
         )
 
     def _group_layers(self, group: int) -> dict[str, GroupLayer]:
@@ -141,8 +168,7 @@ class Runner:
             layer.name: GroupLayer(
                 layer,
                 layer.terms.problem(self.cache, self.mask),
-                partial(layer.terms.head_weights, self.device),
-                layer.loads,
+                layer.terms.head_weights,
             )
             for layer in self.layers
             if layer.group == group

@@ -85,7 +85,7 @@ class VllmSteps:
             for number, each in enumerate(terms)
         }
         of_group = {
-            name: GroupLayer(each, each.terms.problem(cache, mask), partial(each.terms.head_weights, CPU))
+            name: GroupLayer(each, each.terms.problem(cache, mask), each.terms.head_weights)
             for name, each in self.layers.items()
         }
         options = GroupOptions(ExternalOptions(provider="triton"), ran_ahead=ran_ahead)

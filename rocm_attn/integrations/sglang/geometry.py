@@ -94,6 +94,12 @@ class ModelLayers:
             for each in found
             for why in _refusals(each.layer, runner, with_masks=with_masks)
         ]
+        for layer in (each.layer for each in found):
+            if (heads := pool.get_key_buffer(layer.layer_id).shape[1]) != layer.tp_k_head_num:
+                refused.append(
+                    f"layer {layer.layer_id} has {layer.tp_k_head_num} KV heads on a rank, and its pool has {heads}; "
+                    "with --enable-dp-attention a model must know of it, so leave it out or choose another backend"
+                )
         if not whole_prompts and any(_sees_later_tokens(each.layer) for each in found):
             refused.append(
                 "tokens of an encoder see later ones, and a prompt may come in parts; use --chunked-prefill-size -1 "

@@ -546,6 +546,11 @@ def text_after_a_prefix(engine: Engine) -> None:
     engine.runner.is_generation = True
 
 
+def heads_of_all_ranks(engine: Engine) -> None:
+    """SGLang's Gemma 3 divides its heads by all ranks, where DP attention gives each rank all heads."""
+    engine.layers[0].tp_k_head_num = 1
+
+
 def no_layers(engine: Engine) -> None:
     engine.runner.model = torch.nn.Module()
 
@@ -556,6 +561,11 @@ def no_layers(engine: Engine) -> None:
         ({}, four_bits, "keeps K and V in four bits, which no kernel here reads"),
         ({"is_encoder": True}, prompts_in_parts, "a prompt may come in parts; use --chunked-prefill-size -1 and"),
         ({"is_encoder": True}, text_after_a_prefix, "layer 0: text after prompts that are not causal is not served"),
+        (
+            {},
+            heads_of_all_ranks,
+            "layer 0 has 1 KV heads on a rank, and its pool has .*so leave it out or choose another",
+        ),
         ({}, no_layers, "no attention layer that can be found before it serves"),
     ],
 )

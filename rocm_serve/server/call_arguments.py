@@ -17,7 +17,8 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 # Templates that print a value with Jinja's own filter write it as Python does.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 # Texts in Python's notation, and its words where a parameter has such a name: from, in, class. The name gets an end.
-_WORDS = re.compile(rf"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
+_TEXT = r"(\"{3}|'{3}|[\"'])(?:\\.|(?!\1)[^\\])*\1"
+_WORDS = re.compile(rf"{_TEXT}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
 _NO_WORD = "_of_rocm_attn"
 # A reference may lead to another one, and to itself.
 _MOST_REFERENCES = 8
@@ -84,7 +85,7 @@ def _value(text: str, kind: str, types: set[object]) -> str:
 def _readings(text: str, types: set[object]) -> Iterator[str]:
     """Yields a value as JSON: as it is written, and as Python writes it. types: that it may have"""
     yield _CONSTANTS.get(text, text)
-    if "boolean" in types:
+    if "boolean" in types and text.lower() in ("true", "false"):
         yield text.lower()
     if text.startswith(("[", "{")) and types & {"array", "object"}:
         with suppress(*_NO_PYTHON):
@@ -193,7 +194,7 @@ def from_python(text: str) -> Made | None:
     They are read and never run: only literals are values.
     """
     try:
-        words = _WORDS.sub(lambda found: found[0] + _NO_WORD if found[1] else found[0], text.strip())
+        words = _WORDS.sub(lambda found: found[0] + _NO_WORD if found[2] else found[0], text.strip())
         listed = _parsed(words)
         return [_python_call(each) for each in listed.elts] if isinstance(listed, ast.List) else None
     except _NO_PYTHON:

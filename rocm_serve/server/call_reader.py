@@ -118,7 +118,9 @@ class AnswerReader(Reader):
                 if self._has_called:  # Llama writes several so, or on lines of their own
                     if (yield from self._literal(";")):
                         self._drop(self._at)
-                    yield from self._literal(",")
+                    has_comma = yield from self._literal(",")
+                    self._drop(self._blanks_end(0))
+                    self._at = int(has_comma)
                 if (yield from self._section()):
                     continue
             mark = yield from self._next(self._marks, as_thought=False)
@@ -147,7 +149,7 @@ class AnswerReader(Reader):
         implies = [mark for mark in form.implies if opens and mark.startswith(opens)]
         while (mark := (yield from self._next((form.closes, *implies), as_thought=True))) in implies:
             self._at += len(opens)
-            if (yield from self._section(form.closes)) or self._has_called:
+            if (yield from self._section(form.closes)):
                 return
         self._drop(self._at + len(mark) if mark else len(self._held))
 
@@ -191,9 +193,9 @@ class AnswerReader(Reader):
     def _section(self, ends: str = "") -> _Waits:
         """Reads calls, from where _at is. If there is none, what was read is text, and the result is False.
 
-        ends: the mark that ends the thought in which they come, if they do; what was read is a thought then
+        ends: the mark that ends the thought in which they come, if they do; what was read before it is a thought then
         """
-        form, goes_on = self._calls, True
+        form, goes_on, has_called = self._calls, True, False
         assert form is not None
         while goes_on:
             found: _Found = {}
@@ -205,16 +207,15 @@ class AnswerReader(Reader):
                 is_read, self._at = is_read or (yield from self._literal(mark)), end
             calls = self._made(found) if is_read else []
             if not calls:
-                ends = "" if self._has_called else ends
                 # At the end all of the rest is text, unless the model began anew: each further mark would make it be
                 # read once more.
-                rest = self._held.find(ends, self._at) if ends else -1
-                rest = rest if rest >= 0 else len(self._held)
                 goes_on = not self._has_ended or self._held[self._at :].lstrip().startswith(form.begins)
-                self._tell(self._at if goes_on else rest, as_thought=ends != "")
-                return False
+                end, is_thought = self._at if goes_on else len(self._held), bool(ends) and not has_called
+                place = self._held.find(ends, 0, end) if is_thought else -1
+                self._tell(place if place >= 0 else end, as_thought=is_thought)
+                return has_called
             self._parts += calls if self._several else [] if self._has_called else calls[:1]
-            self._has_called = True
+            self._has_called = has_called = True
             self._drop(self._at)
             is_closed = yield from self._literal(form.closes)
             self._drop(self._at)
@@ -253,9 +254,9 @@ class AnswerReader(Reader):
             return (yield from self._literal(word)) or True
         if hole in ("key", "kind", "any"):
             (end,) = after.split()[:1]
-            text = yield from self._until(end, bounded=True)
-            found[hole] = text
-            return text is not None
+            begin = self._at
+            found[hole] = yield from self._until(end, bounded=True)
+            return found[hole] is not None and not self._has_begun_anew(begin, self._at)
         opens = {"calls": "[", "python": "["}.get(hole, "{")
         if not (yield from self._literal(opens)):
             return False
@@ -327,12 +328,7 @@ class AnswerReader(Reader):
                 yield
                 continue
             is_text = not mark[1] and not mark[2] and (yield from self._closes_after(mark.end()))
-            places = (
-                self._held.rfind(each, unopened, mark.start()) for each in form.begins if not (is_text or mark[1])
-            )
-            if (place := next((each for each in places if each >= 0), -1)) >= 0:
-                # The model began anew: this is no call, and the one there may be.
-                self._at = len(self._held[:place].rstrip())
+            if not (mark[1] or is_text) and self._has_begun_anew(unopened, mark.start()):
                 return None
             if not is_text and mark[2] not in given:
                 return mark
@@ -349,6 +345,14 @@ class AnswerReader(Reader):
             at = max(at, len(self._held) - MOST_SHORT)
             yield
         return found.group() == closes
+
+    def _has_begun_anew(self, begin: int, end: int) -> bool:
+        """Returns whether another call begins in a part of a call, which is none then. _at is before that other one."""
+        assert self._calls is not None
+        places = (self._held.rfind(each, begin, end) for each in self._calls.begins)
+        if (place := next((each for each in places if each >= 0), -1)) >= 0:
+            self._at = len(self._held[:place].rstrip())
+        return place >= 0
 
     def _marks_after_a_value(self, name: str) -> re.Pattern[str]:
         """Finds the mark that closes a value of a function's parameter, which is group 1, and else what follows it.

@@ -63,10 +63,12 @@ def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too
     device: torch.device, provider: str
 ) -> None:
     with torch.inference_mode(False):
-        sinks = torch.nn.Parameter(torch.linspace(-1, 1, HEADS, device=device), requires_grad=False)
-    runner = started(Runner([replace(TERMS, sinks=sinks)], device=device, provider=provider))
+        sinks, others = (torch.nn.Parameter(torch.linspace(-1, most, HEADS, device=device), False) for most in (1, 2))
+    layers = [replace(TERMS, sinks=sinks), LAYERS["ALiBi"], replace(TERMS, sinks=others)]
+    runner = started(Runner(layers, groups=(0,) * 3, device=device, provider=provider))
     graph = runner.capture(4, 4, 1)
     graph.run([1, 1, 1])
+    others.data.fill_(-2.0)
     sinks.data.fill_(3.0)  # vLLM's loaders write this way, and need not say so
     graph.run([1, 1, 1])
     sinks.copy_(torch.linspace(2, -2, HEADS))

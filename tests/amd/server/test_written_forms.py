@@ -186,6 +186,9 @@ EXAMPLES = [
                 [("get_weather", {"city": "Oslo", "hours": hours})])
         for written, hours in (("['a', None, {'b': 1.5}]", ["a", None, {"b": 1.5}]), ("[a, b]", "[a, b]"))
     ),
+    Example("glm45", GLM.replace("days", "a").replace(">3<", '>["Oslo", True]<'),
+            [("get_weather", {"city": "Oslo", "a": ["Oslo", True]})],
+            functions={"get_weather": {"properties": {"a": {"type": ["boolean", "array"]}}}}),
     # A model of a function may be named in definitions, or refer to itself.
     *(
         Example("glm45", GLM.replace("city", "a").replace("Oslo", "{'b': None}").replace("days", "b"),
@@ -226,6 +229,11 @@ EXAMPLES = [
         Example("kimi_k2", f"{half}</think>I look.", [], "I look.", half, "kimi_k2", is_inside=True)
         for half in [KIMI.partition("Oslo")[0]]
     ),
+    *(
+        Example("glm45", f"{half}</think>I look.{GLM}", OSLO, "I look.", half, "glm45", is_inside=True)
+        for half in [GLM.partition("Oslo")[0] + "is how."]
+    ),
+    Example("glm45", f"{GLM}<think>A <tool_call> is.</think>So.", OSLO, "So.", "A <tool_call> is.", "glm45"),
     Example("glm45", f"{GLM}\n<tool_call>get-time\n</tool_call>", BOTH),
     Example("glm47", GLM.replace("\n", "") + "<tool_call>get-time</tool_call>", BOTH, functions={**FUNCTIONS}),
     Example("minimax_m2", f"Hm.\n</think>\n\n{MINIMAX}", BOTH, "", "Hm.", "minimax_m2", is_inside=True),
@@ -252,6 +260,17 @@ EXAMPLES = [
     ),
     Example("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3}[TOOL_CALLS]get-time[ARGS]{}', BOTH),
     Example("mistral", '[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Oslo", "days": 3}', OSLO),
+    # A call that is begun and given up is text, and takes nothing of the next one.
+    *(
+        Example(name, f"{half} is one.{call}", OSLO, f"{half} is one.", functions={**FUNCTIONS})
+        for name, half, call in (
+            ("mistral", "[TOOL_CALLS]f", '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3}'),
+            ("glm45", "<tool_call>f<arg_key>", GLM),
+            ("minimax_m2", '<invoke name="f"><parameter name="', MINIMAX.partition('<invoke name="get-time">')[0]),
+            ("kimi_k2", "<|tool_call_begin|>functions.f:", KIMI.partition("<|tool_call_begin|>functions.get-time")[0]),
+            ("openai", "to=functions.f", OSS),
+        )
+    ),
     Example("mistral", '[THINK]Hm.[/THINK]I look.[TOOL_CALLS]get-time[ARGS]{}', BOTH[1:], "I look.", "Hm.", "mistral"),
     Example(
         "mistral_v3",
@@ -291,6 +310,7 @@ EXAMPLES = [
     Example("pythonic", r'[f(a="\d")]', [("f", {"a": r"\d"})]),  # no escape to Python, of which it warns
     Example("pythonic", """[f(from="in=1", class = 'is=', not_=[{'a': 'or=\\''}], in=-1)]""",
             [("f", {"from": "in=1", "class": "is=", "not_": [{"a": "or='"}], "in": -1})]),
+    Example("pythonic", """[f(a='''an 'in = 1' is''', in=2)]""", [("f", {"a": "an 'in = 1' is", "in": 2})]),
     Example("lfm2", "I look.<|tool_call_start|>[get_weather(city='Oslo', days=3)]<|tool_call_end|>It rains.", OSLO,
             "I look.It rains."),
     Example("llama4_pythonic", '<|python_start|>[get_weather(city="Os]lo", days=3)]<|python_end|>',
@@ -316,6 +336,8 @@ EXAMPLES = [
     Example("llama3_json", '{"name": "f", "parameters": {}} and a text', [("f", {})], "and a text"),
     Example("llama3_json", '{"name": "f", "parameters": {}}; and {', [("f", {})], "and {"),
     Example("llama3_json", '{"name": "f", "parameters": {}}, and {', [("f", {})], ", and {"),
+    Example("llama3_json", '{"name": "f", "parameters": {}}\n, and {', [("f", {})], ", and {"),
+    Example("llama3_json", '{"name": "f", "parameters": {}}; {"x"}', [("f", {})], '{"x"}'),
     Example("llama3_json", '{"name": "f"}, {"name": "get-time"}; ', [("f", {}), *BOTH[1:]]),
     Example("llama3_json", '{"name": "f"}; {"name": "get-time"}\n{"name": "f"}', [("f", {}), *BOTH[1:], ("f", {})]),
     # No calls: all of it stays text.

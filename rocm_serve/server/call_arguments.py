@@ -17,7 +17,8 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 # Templates that print a value with Jinja's own filter write it as Python does.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 # Texts in Python's notation, and its words where a parameter has such a name: from, in, class. The name gets an end.
-_TEXT = r"(\"{3}|'{3}|[\"'])(?:\\.|(?!\1)[^\\])*\1"
+# An escape outside of texts begins none: a search for the end of each of many such texts would take too long.
+_TEXT = r"\\.|(\"{3}|'{3}|[\"'])(?:\\.|(?!\1)[^\\])*\1"
 _WORDS = re.compile(rf"{_TEXT}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
 _NO_WORD = "_of_rocm_attn"
 # A reference may lead to another one, and to itself.

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import pairwise
+from time import process_time
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tokenizers import AddedToken
 
 from rocm_attn.errors import BadRequest, BadSetting
 from rocm_serve.limits import RequestLimits
+from rocm_serve.server.call_arguments import from_python
 from rocm_serve.server.call_forms import form_of, reasoning_of, require_tools
 from rocm_serve.server.call_grammar import calls_only, lead_of
 from rocm_serve.server.call_reader import AnswerReader, Thought, ToolCall, _Brackets
@@ -448,6 +450,12 @@ def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(monkeypatch: pyte
     example = Example("hermes", '<tool_call>{"a": ' * 1000, [])
     assert found_in(example, [example.text]) == ("", example.text, [])
     assert 0 < looked_at <= len(example.text)
+
+
+def test_escapes_outside_of_texts_are_looked_at_once() -> None:
+    began = process_time()
+    assert from_python("[f(a=" + r"\'''x'" * 10000 + ")]") is None
+    assert process_time() - began < 2
 
 
 def test_a_schema_of_many_keys_makes_no_long_pattern(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,8 @@ def _object(members: Mapping[str, str]) -> str:
 
 
 def _value(text: str, kind: str, types: set[object]) -> str:
-    for written in (
-        _readings(text.strip(), types) if kind == "false" or (kind != "true" and types != {"string"}) else ()
-    ):
+    may_be_json = kind == "false" or (kind != "true" and types != {"string"})
+    for written in _readings(text.strip(), types) if may_be_json else ():
         try:
             found = _TYPES.get(type(FINITE_JSON.decode(written)), "")
         except (ValueError, RecursionError):

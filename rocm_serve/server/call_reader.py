@@ -318,33 +318,32 @@ class AnswerReader(Reader):
         form = self._calls
         assert form is not None
         ends = form.closes or form.begins[0]  # the text's end may stand for it
-        seen = unopened = self._at
-        while True:
-            mark = marks.search(self._held + (ends if self._has_ended else ""), seen)
-            if mark is None:
-                if self._has_ended:
-                    return None
-                seen = max(seen, len(self._held) - 2 * MOST_SHORT)  # longer than any mark
-                yield
-                continue
+        unopened = self._at
+        while (mark := (yield from self._search(marks, unopened, ends))) is not None:
             is_text = not mark[1] and not mark[2] and (yield from self._closes_after(mark.end()))
             if not (mark[1] or is_text) and self._has_begun_anew(unopened, mark.start()):
                 return None
             if not is_text and mark[2] not in given:
                 return mark
-            seen = unopened = mark.end()
+            unopened = mark.end()
+        return None
 
     def _closes_after(self, at: int) -> _Waits:
         """True if the end of a call at `at` is text of a value, whose own mark comes before another parameter."""
         assert self._calls is not None
         before, *_, after = HOLE.split(self._calls.parameter)
-        closes = after.strip()
-        while (found := re.compile(f"{re.escape(closes)}|{re.escape(before)}").search(self._held, at)) is None:
+        either = re.compile(f"({re.escape(after.strip())})|{re.escape(before)}")
+        found = yield from self._search(either, at)
+        return found is not None and found[1] is not None
+
+    def _search(self, marks: re.Pattern[str], at: int, ends: str = "") -> Generator[None, None, re.Match[str] | None]:
+        """Returns the next mark from `at` on; None if none comes. ends: a text that the text's end stands for"""
+        while (found := marks.search(self._held + (ends if self._has_ended else ""), at)) is None:
             if self._has_ended:
-                return False
-            at = max(at, len(self._held) - MOST_SHORT)
+                return None
+            at = max(at, len(self._held) - 2 * MOST_SHORT)  # longer than any mark
             yield
-        return found.group() == closes
+        return found
 
     def _has_begun_anew(self, begin: int, end: int) -> bool:
         """Returns whether another call begins in a part of a call, which is none then. _at is before that other one."""

@@ -227,7 +227,9 @@ REASONING_FORMS = (
         answers="<|channel|>final<|message|>",
         drops=(
             *(f"<|channel|>final{json}<|message|>" for json in (" <|constrain|>json", "<|constrain|>json", " json")),
-            *("<|channel|>commentary<|message|>", "<|end|>", "<|return|>"),
+            "<|channel|>commentary<|message|>",
+            "<|end|>",
+            "<|return|>",
         ),
     ),
 )

@@ -231,7 +231,7 @@ def test_rows_that_are_cut_alike_have_as_few_segments_of_a_program_as_there_can_
     )
 
     def most_segments(step: Step) -> int:
-        """Of a program. A row's last segment ends with its 125 keys."""
+        """The segments of the program that has most. A row's last one ends with its 125 keys."""
         segments: dict[int, int] = defaultdict(int)
         for parts in taken(step).values():
             for program, start, end in parts:

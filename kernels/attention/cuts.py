@@ -366,7 +366,6 @@ class RowSharing(NamedTuple):
     rows:         rows of a query block
     causal:       whether a row sees no key after its own
     window_left:  of the scores
-    rows_at_once: of the tiles: whole rows that run in the room of such a program
     row_keys:     of the tiles: prologue, diagonal and epilogue
     split_keys:   of the tiles: a second row and the merge
     gain:         sixteenths that sharing must gain, besides split_keys: of the mean load, or with segments of a share
@@ -382,7 +381,6 @@ class RowSharing(NamedTuple):
     rows: int = 1
     causal: bool = True
     window_left: int = UNLIMITED_WINDOW
-    rows_at_once: int = 1
     row_keys: int = 256
     split_keys: int = 384
     gain: int = 2
@@ -427,7 +425,7 @@ class ExtendCut:
         assert self.min_q_len >= 1
         sharing = self.sharing
         # Rows of the padded tail have no keys. If they cost nothing, no program would take them to write their zeros,
-        # and a program that draws one would take it for the end.
+        # and a program that comes to one would take it for the end.
         assert not sharing.programs or sharing.row_keys > 0, "a row without keys costs something, too"
         assert sharing.segment_len or not sharing.shares_first, "other attention counts with it in any case"
 
@@ -455,7 +453,6 @@ class ExtendCut:
             rows=num_kv_heads // tiles.heads_per_row * tiles.head_blocks(gqa_ratio),
             causal=self.sharing.causal,
             window_left=window_left,
-            rows_at_once=tiles.rows_at_once,
             row_keys=tiles.row_keys,
             split_keys=tiles.split_keys,
             least_keys=tiles.row_keys,

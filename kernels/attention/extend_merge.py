@@ -17,7 +17,6 @@ from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_KEYS,
     BLOCK_TOKENS,
     BLOCK_WORDS,
-    COUNTER,
     SHARE_BLOCK,
     SHARE_CUT,
     SHARE_DONE,
@@ -52,7 +51,6 @@ class ExtendMergeGeometry(NamedTuple):
     PARTS:      parts that programs of rows add up in one step; 0: programs take the boundaries between shares
     ROWS:       rows of a query block
     ALIKE:      whether rows may be cut alike (extend_schedule.py)
-    DRAWS:      whether the launch before counts rows that it draws, so that the count is set back (hopper/draws.py)
     EARLY:      whether it may begin while the launch before still runs
     """
 
@@ -68,7 +66,6 @@ class ExtendMergeGeometry(NamedTuple):
     PARTS: int
     ROWS: int
     ALIKE: bool
-    DRAWS: bool
     EARLY: bool
 
 
@@ -151,9 +148,6 @@ def _extend_merge_kernel(
         num_parts = tl.where(parts_of_alike > 0, tl.cdiv(cost - G.ROW_KEYS, size).to(tl.int32), num_parts)
     # The schedule was complete before extend's programs passed their wait; their results are read after this one.
     wait_for_launch(G.EARLY)
-    if G.DRAWS:
-        # Programs that store it at the same time store the same value. Until the wait rows are still drawn.
-        tl.store(schedule + COUNTER, 0)
     if is_shared & (num_parts > 1) & (tl.program_id(1) * G.LINES < num_lines):
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
@@ -201,13 +195,10 @@ def parts_of_step(num_rows: int, num_programs: int) -> int:
     return min(max(next_power_of_2(num_programs // num_rows), 2), 128)
 
 
-def launch_extend_merge(
-    args: AttendArgs, cut: ExtendCut, block: BlockGeometry, stages: int, *, draws: bool = False
-) -> None:
+def launch_extend_merge(args: AttendArgs, cut: ExtendCut, block: BlockGeometry, stages: int) -> None:
     """Writes out and lse of every row that several programs have parts of; args and cut are launch_paged_extend's.
 
     stages: parts whose loads are in flight
-    draws:  whether the launch before drew rows
     """
     queries, v_head_dim, programs = args.queries, args.out.shape[2], cut.sharing.programs
     max_blocks = cut.max_blocks(queries.num_tokens, queries.num_seqs)
@@ -243,7 +234,6 @@ def launch_extend_merge(
             parts,
             cut.sharing.rows,
             cut.sharing.alike_keys > 0,
-            draws,
             block.EARLY,
         ),
         num_warps=warps,

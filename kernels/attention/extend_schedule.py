@@ -27,9 +27,7 @@ The cut is the one with the lowest estimate, of _CUTS evenly spaced ones:
     + max(rest / programs, (k + 1) cost of the row after k rounds)
 
 The terms of the first line count only if something is shared. No share is smaller than least_keys, or larger than
-most_keys. The last term is there because k + 1 rows that long have one slot among programs. If two whole rows run in
-the room of a program (rows_at_once), a round has twice as many, and a row takes half as long again: it runs at half the
-speed until its neighbour ends.
+most_keys. The last term is there because k + 1 rows that long have one slot among programs.
 
 Deterministic attention shares rows by whole segments (segment_len) and keeps each as a part. So a share takes as long
 as its segments, rounded up, and costs gain / 16 of its keys more. No share is smaller than a segment: if rows are few,
@@ -58,16 +56,14 @@ _ALL = tl.constexpr(Sequences.ALL.value)
 _WITH_CELLS = tl.constexpr(Sequences.WITH_CELLS.value)
 # The length of a sequence that has new tokens and no keys: before all places, and after it adding up fits 32 bits.
 _NO_KEYS = tl.constexpr(-(1 << 29))
-# The words of a query block.
+# The words of a query block; the sixth is not written.
 BLOCK_WORDS = tl.constexpr(cuts.BLOCK_WORDS)
 BLOCK_SEQ = tl.constexpr(0)  # -1: the tokens belong to no sequence (the padded tail); they receive 0 and LSE -inf
 BLOCK_FIRST_TOKEN = tl.constexpr(1)
 BLOCK_TOKENS = tl.constexpr(2)  # 0: nothing to do
 BLOCK_KV_INDEX = tl.constexpr(3)  # of the first token
 BLOCK_KEYS = tl.constexpr(4)  # its last key is that of its last token, or of its sequence; these before it are seen
-# In the first block: whole rows that a running launch has drawn (hopper/draws.py); 0 otherwise and in all others.
-COUNTER = tl.constexpr(5)
-BLOCK_BEFORE = tl.constexpr(6)  # 64 bits: cost of the blocks before it, counting one row of each
+BLOCK_BEFORE = tl.constexpr(6)  # an even word, 64 bits: cost of the blocks before it, counting one row of each
 # The words of a program's share.
 SHARE_WORDS = tl.constexpr(cuts.SHARE_WORDS)
 SHARE_BLOCK = tl.constexpr(0)
@@ -279,7 +275,6 @@ def _list_kernel(
         tl.store(words + BLOCK_TOKENS, tl.minimum(tl.maximum(num_tokens - tail, 0), QUERY_TOKENS))
         tl.store(words + BLOCK_KV_INDEX, 0)
         tl.store(words + BLOCK_KEYS, 0)
-    tl.store(words + COUNTER, 0)
     tl.store((words + BLOCK_BEFORE).to(tl.pointer_type(tl.int64)), before)
 
 
@@ -348,14 +343,11 @@ def _alike_parts(schedule, num_blocks, num_programs, least_keys, G: tl.constexpr
     return parts, size
 
 
-@triton.jit(
-    do_not_specialize=["max_blocks", "num_programs", "rows_at_once", "split_keys", "gain", "least_keys", "most_keys"]
-)
+@triton.jit(do_not_specialize=["max_blocks", "num_programs", "split_keys", "gain", "least_keys", "most_keys"])
 def _share_kernel(
     schedule,
     max_blocks,
     num_programs,
-    rows_at_once,
     split_keys,
     gain,
     least_keys,
@@ -375,8 +367,7 @@ def _share_kernel(
     cut = tl.minimum(tl.arange(0, G.CUTS) * stride, num_blocks)
     total = _cost_before(schedule, num_blocks, True) * ROWS
     shared = _cost_before(schedule, cut, cut <= num_blocks) * ROWS
-    longest = _longest_rounds(schedule, cut, num_blocks, cut * 0, num_programs * rows_at_once, G)
-    longest = longest * (1 + rows_at_once) // 2
+    longest = _longest_rounds(schedule, cut, num_blocks, cut * 0, num_programs, G)
     if G.SEGMENT_LEN > 0:
         of_program = tl.maximum(tl.cdiv(shared, num_programs), least_keys)
         taken = tl.cdiv(of_program, G.SEGMENT_LEN) * G.SEGMENT_LEN
@@ -477,7 +468,6 @@ def launch_extend_schedule(
         schedule,
         max_blocks,
         sharing.programs,
-        sharing.rows_at_once,
         sharing.split_keys,
         sharing.gain,
         sharing.least_keys,

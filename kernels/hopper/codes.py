@@ -17,8 +17,6 @@ from triton.runtime.jit import constexpr_function
 from rocm_attn.kernels.cache.codes import HEAD_SCALES, LAYER_SCALES, TOKEN_SCALES
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper.rings import (
-    ASKING_WARP,
-    LoadingWarps,
     load_box,
     nothing_ahead,
     of_all_steps,
@@ -31,7 +29,7 @@ from rocm_attn.kernels.hopper.rings import (
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS
 from rocm_attn.kernels.hopper.warp_groups import leave
 
-_DECODER = gl.constexpr(LoadingWarps(4))
+_WARPS = gl.constexpr(4)
 
 # Four codes of a word as four float16: for E4M3FN an instruction per pair; for E5M2 a code is a float16's upper byte.
 _AS_HALF = {
@@ -161,7 +159,7 @@ def _load_step(task, row, step, n, ahead, G: gl.constexpr):
 @gluon.jit
 def produce_codes(x, cache, codes, todo, G: gl.constexpr):
     """Loads the codes of all the program's rows."""
-    of_all_steps(nothing_ahead, _load_step, ASKING_WARP, x, cache, (cache, codes), todo, G)
+    of_all_steps(nothing_ahead, _load_step, 1, x, cache, (cache, codes), todo, G)
     leave()
 
 
@@ -261,5 +259,5 @@ def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
 @gluon.jit
 def decode(x, cache, scale_values, codes, rings, todo, G: gl.constexpr):
     """Decodes the codes of all the program's rows."""
-    of_all_steps(_first_scales, _decode_step, _DECODER, x, cache, (scale_values, codes, rings), todo, G)
+    of_all_steps(_first_scales, _decode_step, _WARPS, x, cache, (scale_values, codes, rings), todo, G)
     leave()

@@ -4,9 +4,8 @@
 
 A program is consumers, groups of four warps, 64 rows of a query block each, and warps that load for them: two that load
 K and V by TMA; one that loads codes, and four that decode them (codes.py); or four that gather keys if pages hold no
-box for it (gather.py). If whole rows are drawn (draws.py), a warp or two do nothing else, except that warps that gather
-draw by themselves. Tiles of K and of V pass through two rings in shared memory, which run on from row to row. Each
-warp, or group of warps, walks the program's rows alone; they meet only at the barriers of the rings and of drawn rows.
+box for it (gather.py). Tiles of K and of V pass through two rings in shared memory, which run on from row to row. Each
+warp, or group of warps, walks the program's rows alone; they meet only at the barriers of the rings.
 
 Rows, and how the longest are shared out, are those of extend_schedule.py; extend_merge.py adds up the parts that
 several programs hold of a row. There are as many programs as run at a time. Each takes its share, and then whole rows:
@@ -18,7 +17,6 @@ instead of those that no row sees.
 """
 
 import math
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +32,6 @@ from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
-    COUNTER,
     SHARE_CUT,
 )
 from rocm_attn.kernels.attention.query_block import BlockGeometry
@@ -45,7 +42,6 @@ from rocm_attn.kernels.attention.visible_keys import PackedMask, VisibleKeys
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.hopper.codes import ProductScales, decode, new_codes, produce_codes, row_scale
-from rocm_attn.kernels.hopper.draws import draw_rows, new_draws
 from rocm_attn.kernels.hopper.gather import gather
 from rocm_attn.kernels.hopper.key_steps import (
     ConsumerQuery,
@@ -181,10 +177,9 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, scale_values, todo, G: gl.c
     while todo.keys > 0:
         seen = seen_by_block(x, block, 4, G)
         steps = steps_of(block, seen, todo, G)
-        if G.DRAWN_BLOCKS == 0:
-            # These loads depend on each other, and nothing here waits for them.
-            after = next_row(x, todo, steps.take, False, 4, G)
-            next_block = block_of(x, after)
+        # These loads depend on each other, and nothing here waits for them.
+        after = next_row(x, todo, steps.take, G)
+        next_block = block_of(x, after)
         product_scale = scale_values.products * row_scale(scale_values.k, todo.row // G.HEAD_BLOCKS, G)
         # Not 0: see coded.coded_scales.
         product_scale = gl.maximum(put_queries(queries, own.tiles, product_scale, S_ROW, G), LEAST_SCALE)
@@ -204,9 +199,6 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, scale_values, todo, G: gl.c
             softmax, n = _attend_span(n, query, rings, KeyRange(steps.first, end), edge_step, seen, G)
             n = pass_steps(n, rings, KeyRange(end, steps.end), G)
             softmax = ended(softmax, v_scale_value, G)
-        if G.DRAWN_BLOCKS > 0:
-            after = next_row(x, todo, steps.take, False, 4, G)
-            next_block = block_of(x, after)
         # The queries arrive while results are written.
         queries = fetch_queries(GROUP, to.q, next_block, after, G)
         if steps.ends & (todo.done == 0):
@@ -254,10 +246,9 @@ def _hopper_extend_kernel(
     # Like in decode.py: the launch before this one may write what is read.
     wait_for_launch(G.EARLY)
     cut = gl.load(schedule + max_blocks * BLOCK_WORDS + SHARE_CUT)
-    # If there is nothing to do, nothing is drawn.
     ranges = TokenRanges(first_key, end_key)
-    begun = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, ranges, schedule)
-    todo = work_of_program(begun, G)
+    x = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, ranges)
+    todo = work_of_program(x, G)
     if todo.keys > 0:
         DTYPE: gl.constexpr = q.dtype.element_ty
         # A row's results take the place of its queries.
@@ -282,10 +273,6 @@ def _hopper_extend_kernel(
             first_left, second_left = left_of_group(0, room, G), left_of_group(1, room, G)
         elif G.SEGMENT_STEPS > 0:
             first_left, second_left = new_left(G), new_left(G)
-        draws = rings.free
-        if G.DRAWN_BLOCKS > 0:
-            draws = new_draws(G)
-        x = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, ranges, draws)
         if G.CODE_TILES > 0:
             codes = new_codes(G)
             token_scales = codes.scales
@@ -310,7 +297,7 @@ def _hopper_extend_kernel(
                     (_consume, (1, x, second, rings, to, scale_values, todo, G)),
                     (decode, (x, cache, scale_values, codes, rings, todo, G)),
                     (produce_codes, (x, cache, codes, todo, G)),
-                    (draw_rows, (x, 1, G)),
+                    (leave, ()),
                     (leave, ()),
                 ],
                 [4, 4, 1, 1, 2],
@@ -333,7 +320,7 @@ def _hopper_extend_kernel(
                     (_consume, (1, x, second, rings, to, scale_values, todo, G)),
                     (produce_keys, (x, cache, rings, todo, G)),
                     (produce_values, (x, cache, rings, todo, G)),
-                    (draw_rows, (x, 2, G)),
+                    (leave, ()),
                 ],
                 [4, 1, 1, 2],
                 [CONSUMER, PRODUCER, PRODUCER, PRODUCER],
@@ -363,57 +350,48 @@ def launch_hopper_extend(
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
     # From the first slot of a page to the last one, with those that lie between pages.
     num_slots = (len(pages.raw_k) - 1) * geometry.PAGE_SLOTS + geometry.PAGE_SIZE
-    draws = tiles.drawn_blocks > 0
     k = _as_loaded(pages.raw_k, num_slots, geometry.K, geometry)
     v = _as_loaded(pages.raw_v, num_slots, geometry.V, geometry)
     strides = args.strides_in(geometry.STRIDE_UNIT)
     q_strides, written_strides = strides[:2], strides[len(args.read_strides) :]
-    try:
-        launch(
-            _hopper_extend_kernel,
-            (programs,),
-            args.q,
-            k,
-            v,
-            table,
-            queries.row_of_seq,
-            queries.kv_len,
-            args.schedule,
-            args.workspace,
-            args.out,
-            args.lse,
-            args.sinks,
-            pages.k_scale,
-            pages.v_scale,
-            first_key,
-            end_key,
-            *scores.scales_at_once,
-            scores.visibility.window_left,
-            programs,
-            max_blocks,
-            table.shape[1],
-            num_slots,
-            *q_strides,
-            table.stride(0),
-            *written_strides,
-            G=geometry,
-            num_warps=4,
-            **early_options(geometry.EARLY),
-            **(UNFUSED if tiles.segment_len else {}),
+    launch(
+        _hopper_extend_kernel,
+        (programs,),
+        args.q,
+        k,
+        v,
+        table,
+        queries.row_of_seq,
+        queries.kv_len,
+        args.schedule,
+        args.workspace,
+        args.out,
+        args.lse,
+        args.sinks,
+        pages.k_scale,
+        pages.v_scale,
+        first_key,
+        end_key,
+        *scores.scales_at_once,
+        scores.visibility.window_left,
+        programs,
+        max_blocks,
+        table.shape[1],
+        num_slots,
+        *q_strides,
+        table.stride(0),
+        *written_strides,
+        G=geometry,
+        num_warps=4,
+        **early_options(geometry.EARLY),
+        **(UNFUSED if tiles.segment_len else {}),
+    )
+    if tiles.segment_len:
+        launch_merge_of_segments(
+            args, cut, extend=tiles.extend, segment_len=tiles.segment_len, slots=tiles.segment_slots
         )
-        if tiles.segment_len:
-            launch_merge_of_segments(
-                args, cut, extend=tiles.extend, segment_len=tiles.segment_len, slots=tiles.segment_slots
-            )
-        else:
-            launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages, draws=draws)
-    except BaseException:
-        # Otherwise the next launch over the schedule would not begin with the first row to draw. If the device refuses
-        # this too, the first error is raised.
-        if draws:
-            with suppress(RuntimeError):
-                args.schedule[COUNTER.value].zero_()
-        raise
+    else:
+        launch_extend_merge(args, cut, _merged_geometry(geometry), tiles.extend.merge_stages)
 
 
 def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
@@ -424,8 +402,6 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
     rows = num_kv_heads * tiles.extend.head_blocks(gqa_ratio)
     cut.check_layer(rows, causal=scores.visibility.causal, window_left=scores.visibility.window_left)
     assert cut.query_tokens == tiles.extend.tokens_per_block(gqa_ratio), "the schedule was cut for other tiles"
-    if tiles.drawn_blocks:
-        assert sharing.programs > 1, "the merge, which sets the count of drawn rows back, has a program less"
     if tiles.segment_len:
         assert sharing.most_keys <= tiles.most_keys, "there is no room for all segments of a program"
         words = tiles.segment_words(programs=sharing.programs, v_head_dim=args.out.shape[2])
@@ -474,7 +450,6 @@ def _geometry(
         OPEN_MIDDLE=scores.visibility.windowed and 0 < tiles.open_middle <= scores.visibility.window_left + 1,
         CAPPED=scores.soft_cap > 0,
         BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,
-        DRAWN_BLOCKS=tiles.drawn_blocks,
         OVERLAPS=tiles.overlaps,
         POWERS_BY_PRODUCTS=tiles.powers_by_products,
         SCALES_SELDOM=tiles.scales_seldom,

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from rocm_attn.kernels.hopper.query_rows import is_column
 from rocm_attn.kernels.hopper.rings import (
-    LoadingWarps,
     box_of,
     of_all_steps,
     value_stage,
@@ -26,7 +25,7 @@ from rocm_attn.kernels.hopper.rings import (
 from rocm_attn.kernels.hopper.rows import BOX_COLUMNS
 from rocm_attn.kernels.hopper.warp_groups import leave
 
-_GATHERER = gl.constexpr(LoadingWarps(4, DRAWS=True))
+_WARPS = gl.constexpr(4)
 # Lanes of eight elements: a warp has four keys' 128 bytes.
 _LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -84,7 +83,7 @@ def _gather_step(task, row, step, n, places, G: gl.constexpr):
 @gluon.jit
 def gather(x, cache, rings, todo, G: gl.constexpr):
     """Loads the keys of all the program's rows."""
-    of_all_steps(_first_places, _gather_step, _GATHERER, x, cache, (cache, rings), todo, G)
+    of_all_steps(_first_places, _gather_step, _WARPS, x, cache, (cache, rings), todo, G)
     # No thread ends before its copies do.
     async_copy.commit_group()
     async_copy.wait_group(0)

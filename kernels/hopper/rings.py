@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.hopper.draws import ask_before, ask_within
 from rocm_attn.kernels.hopper.rows import (
     BOX_COLUMNS,
     block_of,
@@ -23,18 +22,6 @@ from rocm_attn.kernels.hopper.warp_groups import leave
 
 # Each thread of the warps that gather keys (gather.py) arrives at a barrier.
 GATHERING_THREADS = gl.constexpr(128)
-
-
-class LoadingWarps(NamedTuple):
-    """The warps that load: their number, WARPS; whether they request the next row (ASKS), or draw it (DRAWS)."""
-
-    WARPS: int
-    ASKS: bool = False
-    DRAWS: bool = False
-
-
-ASKING_WARP = gl.constexpr(LoadingWarps(1, ASKS=True))
-_WARP = gl.constexpr(LoadingWarps(1))
 
 
 class Ring(NamedTuple):
@@ -228,28 +215,23 @@ def wait_for_place_of_values(rings, n, tile: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, LOADER: gl.constexpr, x, cache, task, todo, G: gl.constexpr):
+def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, WARPS: gl.constexpr, x, cache, task, todo, G: gl.constexpr):
     """Loads the data for the steps of all the program's rows, and ends.
 
     ahead = BEGIN(task, row, first step, G) for a row (Loaded), and ahead = LOAD(task, row, step, n, ahead, G) for each
-    of its steps; n of them came before.
+    of its steps; n of them came before. WARPS: that load
     """
     n = 0
     while todo.keys > 0:
         block = block_of(x, todo)
-        seen = seen_by_block(x, block, LOADER.WARPS, G)
+        seen = seen_by_block(x, block, WARPS, G)
         steps = steps_of(block, seen, todo, G)
         row = Loaded(source_of(cache, block.seq), todo.row // G.HEAD_BLOCKS, seen)
         ahead = BEGIN(task, row, steps.first, G)
-        is_last = todo.keys == steps.take
-        if LOADER.ASKS:
-            ask_before(x, is_last, steps, G)
         for step in range(steps.first, steps.end):
-            if LOADER.ASKS:
-                ask_within(x, is_last, step, steps, G)
             ahead = LOAD(task, row, step, n, ahead, G)
             n += 1
-        todo = next_row(x, todo, steps.take, LOADER.DRAWS, LOADER.WARPS, G)
+        todo = next_row(x, todo, steps.take, G)
 
 
 @gluon.jit
@@ -283,14 +265,14 @@ def _load_values(task, row, step, n, ahead, G: gl.constexpr):
 @gluon.jit
 def produce_keys(x, cache, rings, todo, G: gl.constexpr):
     """Loads K of all the program's rows."""
-    of_all_steps(nothing_ahead, _load_keys, ASKING_WARP, x, cache, (cache, rings), todo, G)
+    of_all_steps(nothing_ahead, _load_keys, 1, x, cache, (cache, rings), todo, G)
     leave()
 
 
 @gluon.jit
 def produce_values(x, cache, rings, todo, G: gl.constexpr):
     """Loads V of all the program's rows: by a warp of its own, because it waits when K need not."""
-    of_all_steps(nothing_ahead, _load_values, _WARP, x, cache, (cache, rings), todo, G)
+    of_all_steps(nothing_ahead, _load_values, 1, x, cache, (cache, rings), todo, G)
     leave()
 
 

@@ -19,7 +19,6 @@ from rocm_attn.kernels.attention.extend_schedule import (
     SHARE_WORDS,
     SHARE_WORK,
 )
-from rocm_attn.kernels.hopper.draws import draw, drawn, first_row
 
 # Columns of a box of K or V: 128 bytes, the widest swizzle.
 BOX_COLUMNS = gl.constexpr(64)
@@ -80,7 +79,6 @@ class HopperGeometry(NamedTuple):
     POWERS_BY_PRODUCTS: then, how many powers of four neighbouring scores are computed by products (powers.py)
     SCALES_SELDOM: as in the tiles: whether warps with nothing to scale skip it
     EARLY:     whether the launch may begin while the one before still runs
-    DRAWN_BLOCKS: whole rows are drawn, KV head by KV head within this many blocks (draws.py); 0: they are dealt out
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     ENCODING, SCALES: of coding.Coding
     CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype
@@ -118,7 +116,6 @@ class HopperGeometry(NamedTuple):
     POWERS_BY_PRODUCTS: int
     SCALES_SELDOM: bool
     EARLY: bool
-    DRAWN_BLOCKS: int
     OVERLAPS: bool
     ENCODING: int
     SCALES: int
@@ -219,8 +216,7 @@ class RowSteps(NamedTuple):
 
 class HopperSchedule(NamedTuple):
     """The words of extend_schedule.py, with the number of blocks and of programs and the blocks that are shared out
-    (cut); kv_len of sequences, window_left and ranges, which also decide which keys rows see; draws.Draws if rows are
-    drawn.
+    (cut); kv_len of sequences, window_left and ranges, which also decide which keys rows see.
     """
 
     words: Any
@@ -230,7 +226,6 @@ class HopperSchedule(NamedTuple):
     kv_len: Any
     window_left: Any
     ranges: Any
-    draws: Any
 
 
 @gluon.jit
@@ -364,35 +359,15 @@ def _whole_row(x, turn, G: gl.constexpr):
 
 
 @gluon.jit
-def _row_of_turn(x, turn, DRAWS: gl.constexpr, WARPS: gl.constexpr, G: gl.constexpr):
-    """The program's next whole row, dealt out or drawn."""
-    if G.DRAWN_BLOCKS == 0:
-        work = _whole_row(x, turn, G)
-    elif DRAWS:
-        work = _work_of_row(x, draw(x, turn, WARPS, G), turn + 1, G)
-    else:
-        work = _work_of_row(x, drawn(x, turn, WARPS), turn + 1, G)
-    return work
-
-
-@gluon.jit
-def _work_of_row(x, row, turn, G: gl.constexpr):
-    """All of a row; row: block times KV heads and head, or -1"""
-    block = gl.maximum(row, 0) // G.KV_HEADS
-    keys = gl.where(row >= 0, gl.load(x.words + block * BLOCK_WORDS + BLOCK_KEYS) + G.ROW_KEYS, 0)
-    return ProgramWork(block, gl.maximum(row, 0) % G.KV_HEADS, gl.to_tensor(0), keys, turn)
-
-
-@gluon.jit
-def next_row(x, todo, take, DRAWS: gl.constexpr, WARPS: gl.constexpr, G: gl.constexpr):
-    """The work that is left after a row. DRAWS: whether this warp, or group of WARPS, draws rows for all"""
+def next_row(x, todo, take, G: gl.constexpr):
+    """The work that is left after a row."""
     keys = todo.keys - take
     is_last = todo.row == G.KV_HEADS - 1
     block = gl.where(is_last, todo.block + 1, todo.block)
     row = gl.where(is_last, 0, todo.row + 1)
     turn = todo.turn
     if keys == 0:
-        block, row, _, keys, turn = _row_of_turn(x, turn, DRAWS, WARPS, G)
+        block, row, _, keys, turn = _whole_row(x, turn, G)
     return ProgramWork(block, row, gl.to_tensor(0), keys, turn)
 
 
@@ -406,8 +381,5 @@ def work_of_program(x, G: gl.constexpr):
     keys = gl.load(share + SHARE_WORK)
     turn = gl.to_tensor(0)
     if keys == 0:
-        if G.DRAWN_BLOCKS > 0:
-            block, row, done, keys, turn = _work_of_row(x, first_row(x, G), turn, G)
-        else:
-            block, row, done, keys, turn = _whole_row(x, turn, G)
+        block, row, done, keys, turn = _whole_row(x, turn, G)
     return ProgramWork(block, row, done, keys, turn)

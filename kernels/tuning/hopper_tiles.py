@@ -24,8 +24,6 @@ class HopperTiles:
     most_segments: in deterministic attention, segments of the largest share of a program, whose workspace holds them
     left_in_workspace: in deterministic attention, whether everything left of a segment is in the workspace: shared
               memory has no room for it next to the rings
-    drawn_blocks: whole rows are drawn as programs come to them, KV head by KV head within this many consecutive query
-              blocks (hopper/draws.py); 0: they are dealt out
     v_dim_block: columns of the blocks that rows of V are cut into; 0: like those of K
     open_middle: keys of a window or a chunk from which on steps that all rows see have a loop of their own, without
               masks; 0: never. Otherwise one loop has all steps, and asks of each whether to mask it. 40 x 8 heads of
@@ -52,19 +50,13 @@ class HopperTiles:
     powers_by_products: int = 0
     open_middle: int = 0
     scales_seldom: bool = False
-    drawn_blocks: int = 0
     v_dim_block: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for fields that exclude each other: a file may hold any."""
-        excluded = {
-            "the merge of segments sets no count of drawn rows back": self.drawn_blocks and self.segment_len,
-            # The warp that loads V waits for the keys of steps that K's ring holds (hopper/rings.py).
-            "V's ring holds more steps than K's": self.value_tiles * self.value_block
-            > self.extend.num_stages * self.extend.key_block,
-        }
-        if wrong := [sentence for sentence, is_so in excluded.items() if is_so]:
-            raise ValueError("; ".join(wrong))
+        # The warp that loads V waits for the keys of steps that K's ring holds (hopper/rings.py).
+        if self.value_tiles * self.value_block > self.extend.num_stages * self.extend.key_block:
+            raise ValueError("V's ring holds more steps than K's")
 
     @property
     def producer_registers(self) -> int:

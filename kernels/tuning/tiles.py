@@ -130,7 +130,6 @@ class ExtendTiles:
     programs_per_cu:  programs for each compute unit that share out the longest rows; 0: every row is one program's
     share_stages:     num_stages of those programs, which take more registers
     share_block:      key_block of those programs, if they are a launch of their own; 0: key_block
-    rows_at_once:     whole rows that run in the room of such a program, 1 or 2
     one_launch:       whether a launch takes shares and whole rows, and not one for each
     merge_stages:     parts of a row whose loads are in flight as they are added up
     row_keys:         cost of starting a row in addition to its keys, in keys
@@ -157,7 +156,6 @@ class ExtendTiles:
     programs_per_cu: int = 0
     share_stages: int = 1
     share_block: int = 0
-    rows_at_once: int = 1
     one_launch: bool = False
     merge_stages: int = 1
     row_keys: int = 256

@@ -11,7 +11,6 @@ from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.hopper import releases
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import (
     HEAD_DIMS,
     HopperTiles,
@@ -20,7 +19,7 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
+from rocm_attn.providers.contract import Limits, PoolSize
 from rocm_attn.providers.cut_kernels import MaskableExtend
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import extend_cut, hopper_tiles_of
@@ -107,30 +106,15 @@ class HopperExtend(MaskableExtend[HopperTiles]):
         hopper_launches.launch_hopper_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
-class DrawnHopperExtend(HopperExtend):
-    """Programs draw whole rows.
-
-    Its attend is not declared to be only launches, so its calls are not prepared: after a failed launch it also resets
-    the count of drawn rows.
-    """
-
-    __slots__ = ()
-
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        HopperExtend.attend(self, args, step, bounds)
-
-
 def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> HopperExtend:
     """Binds extend for a problem within LIMITS, and sequences with min_q_len new tokens or more."""
     tiles = _tiles(problem, target, min_q_len)
-    extend = DrawnHopperExtend if tiles.drawn_blocks else HopperExtend
-    return extend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
+    return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
 
 
 def bind_ranges(problem: Problem, target: Target, min_q_len: int = 1) -> HopperExtend:
     """Binds extend of tokens that each see a range of keys, for a problem within RANGED_LIMITS."""
-    # Calls of drawn rows are not prepared, and those by ranges are.
-    tiles = replace(_tiles(problem, target, min_q_len), drawn_blocks=0)
+    tiles = _tiles(problem, target, min_q_len)
     return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
 
 

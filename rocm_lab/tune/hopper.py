@@ -22,7 +22,7 @@ from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles
 from rocm_attn.kernels.tuning.tiles import equal_columns
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
-# Barriers, a drawn row, and gaps between allocations, in bytes.
+# Barriers, and gaps between allocations, in bytes.
 _BARRIERS = 768
 # Registers of a consumer's thread besides accumulators, scores and weights: addresses, rows, maxima and sums.
 _OTHER_REGISTERS = 44
@@ -121,7 +121,6 @@ def _all_layouts(*, is_coded: bool) -> Iterator[Layout]:
 def extend_values(tiles: HopperTiles, problem: Problem, shared: int) -> Iterator[tuple[str, tuple[object, ...]]]:
     """Values of fields that may be tried, those first that gained most for some row of the table."""
     yield "layout", layouts(tiles, problem, shared)
-    yield "drawn_blocks", (0, 8, 16, 4)
     yield "scales_seldom", (True, False)
     yield "alike_keys", (256, 384, 128, 0)
     yield "split_keys", (384, 512, 256)

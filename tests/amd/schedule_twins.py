@@ -189,7 +189,7 @@ def _estimate(costs: Sequence[int], cut: int, sharing: RowSharing) -> int:
     if shared > programs * sharing.most_keys:
         return 1 << 50
     whole = [cost for cost in costs[cut:] for _ in range(rows)]
-    longest = _longest_rounds(whole, programs * sharing.rows_at_once, 0) * (1 + sharing.rows_at_once) // 2
+    longest = _longest_rounds(whole, programs, 0)
     if not sharing.segment_len:
         rest = max((total - shared) // programs, longest)
         price = sharing.split_keys + total // programs * sharing.gain // 16

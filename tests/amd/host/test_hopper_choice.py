@@ -1,8 +1,7 @@
 """The choice of the extend kernel for Hopper, and TMA's view of its pages."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,17 +11,18 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor
-from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, RowSharing, Sequences
-from rocm_attn.kernels.attention.extend_schedule import COUNTER
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, Sequences
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
-from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles, hopper_tiles
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens, serving
-from rocm_attn.providers.contract import BoundKernel
+from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.providers.mixed import MixedAtOnce
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
@@ -223,36 +223,6 @@ def test_prefixes_are_seen_whole() -> None:
     assert not prefix.cut.sharing.causal
 
 
-@pytest.mark.parametrize("failing", ["launch", "launch_extend_merge"])
-def test_a_launch_that_fails_sets_the_count_of_drawn_rows_back(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interruption may come between both launches. If rows are assigned in advance, the schedule stays unchanged."""
-    for name in ("launch", "launch_extend_merge"):
-        monkeypatch.setattr(extend, name, Mock(side_effect=KeyboardInterrupt if name == failing else None))
-    for dim, count in ((96, 0), (128, 7)):
-        tiles = hopper_tiles(dim, dim, 16, coded=False)
-        tensors = build(Case([9], [5], heads=(8, 2), dims=(dim, dim), dtype=torch.bfloat16), torch.device("cpu"))
-        cut = extend_cut(tensors, tiles.extend, RowSharing(programs=5))
-        workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim))
-        schedule = torch.full((cut.words(5, 1),), 7, dtype=torch.int32)
-        with pytest.raises(KeyboardInterrupt):
-            launch_hopper_extend(tensors.args(schedule, workspace), scores=tensors.scores, cut=cut, tiles=tiles)
-        assert schedule[COUNTER.value] == count
-        assert (schedule == 7).sum() == len(schedule) - (count == 0)
-
-
-def test_rows_are_drawn_only_where_their_count_is_set_back() -> None:
-    """The merge resets it, and a single program has no merge."""
-    tiles = hopper_tiles(96, 96, 16, coded=False)
-    tensors = build(Case([9], [5], heads=(8, 2), dims=(96, 96), dtype=torch.bfloat16), torch.device("cpu"))
-    cut = extend_cut(tensors, tiles.extend, RowSharing(programs=1))
-    workspace = torch.empty(cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=96))
-    args = tensors.args(garbage(cut.words(5, 1), torch.device("cpu")), workspace)
-    with pytest.raises(AssertionError, match="a program less"):
-        launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
-    with pytest.raises(ValueError, match="drawn rows"):
-        replace(hopper_segment_tiles(96, 16), drawn_blocks=8)
-
-
 def launched_over(case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensors, tuple[Any, ...]]:
     """Returns the step of a case, and its launch: grid, arguments and options."""
     launched: list[tuple[Any, ...]] = []
@@ -317,15 +287,24 @@ def test_pages_without_boxes_of_enough_keys_are_gathered(
     assert (k.data_ptr(), v.data_ptr()) == (tensors.k_pages.data_ptr(), tensors.v_pages.data_ptr())
 
 
-@pytest.mark.parametrize(("head_dim", "long_is_prepared"), [(64, True), (128, True), (96, False), (192, True)])
-def test_of_kernels_by_tokens_that_of_the_steps_shape_counts(head_dim: int, long_is_prepared: bool) -> None:
-    """Programs of Hopper's extend with head_dim 96 draw rows, and their count is reset next to the launches."""
-    layer = replace(LAYER, num_kv_heads=2, num_q_heads=8, head_dim=head_dim, v_head_dim=head_dim)
-    kernels = chosen(layer, on(TRITONS[0])).kernels
+class DoesMore(HopperExtend):
+    """A kernel whose attend is not declared to be only launches."""
+
+    __slots__ = ()
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        HopperExtend.attend(self, args, step, bounds)
+
+
+def test_of_kernels_by_tokens_that_of_the_steps_shape_counts() -> None:
+    kernels = chosen(replace(LAYER, num_kv_heads=2, num_q_heads=8), on(TRITONS[0])).kernels
     extend, mixed = (kernels[kind].bound for kind in (StepKind.EXTEND, StepKind.MIXED))
-    assert works_by_launches(extend, "attend", PaddedShape(StepKind.EXTEND, 8, 16))
-    assert works_by_launches(extend, "attend", PaddedShape(StepKind.EXTEND, 1, 2000)) == long_is_prepared
-    assert works_by_launches(mixed, "attend", PaddedShape(StepKind.MIXED, 8, 2000)) == long_is_prepared
+    assert isinstance(extend, KernelByTokens)
+    more = DoesMore(**{field.name: getattr(extend.other, field.name) for field in fields(HopperExtend)})
+    assert works_by_launches(mixed, "attend", PaddedShape(StepKind.MIXED, 8, 2000))
+    for by_tokens, long_is_prepared in ((extend, True), (replace(extend, other=more), False)):
+        assert works_by_launches(by_tokens, "attend", PaddedShape(StepKind.EXTEND, 200, 400))
+        assert works_by_launches(by_tokens, "attend", PaddedShape(StepKind.EXTEND, 1, 2000)) == long_is_prepared
 
 
 def prefill_of(more: dict[str, Any]) -> KernelByTokens:

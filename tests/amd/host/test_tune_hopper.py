@@ -82,14 +82,14 @@ def test_every_candidate_serves_the_steps_that_are_timed_and_their_edges(
 
 
 def test_a_users_row_beats_the_built_in_one_in_every_kind_of_step() -> None:
-    tiles = replace(hopper_tiles(128, 128, 16, coded=False), registers=240, drawn_blocks=16)
+    tiles = replace(hopper_tiles(128, 128, 16, coded=False), registers=240, powers_by_products=3)
     target = replace(H200, measured=(row_of(LAYER, TileTable.HOPPER_EXTEND, tiles),))
     assert hopper_tiles_of(LAYER, H200) != tiles
     assert hopper_tiles_of(replace(LAYER, page_size=64), target) == hopper_tiles_of(LAYER, H200)
     for kind in (StepKind.EXTEND, StepKind.MIXED):
         described = select(LAYER, target, "triton").kernel(kind).bound.describe()
         assert "registers=240" in described
-        assert "drawn_blocks=16" in described
+        assert "powers_by_products=3" in described
     choices = {choice.what: choice for choice in tile_choices(select(LAYER, target, "triton"))}
     assert choices["hopper_extend"].is_measured
     assert "registers 240" in choices["hopper_extend"].line()
@@ -121,7 +121,7 @@ def test_a_users_row_of_latent_decode_serves_one_new_token() -> None:
         ({"registers": 240, "decoder_registers": 48}, "are for pages of eight bits"),
         ({"code_tiles": 4}, "are for pages of eight bits"),
         ({"value_keys": 32}, "tiles of V of all of them or half"),
-        ({"drawn_blocks": 65}, "drawn_blocks 65 is not 0 to 64"),
+        ({"powers_by_products": 5}, "powers_by_products 5 is not 0 to 4"),
         ({"segment_len": 1024, "scales_seldom": False}, "segment_len 1024 is not 0 except"),
         ({"num_stages": 9}, "num_stages 9 is not 1 to 8"),
         ({"query_rows": 64}, "has 128 rows in groups of four warps"),

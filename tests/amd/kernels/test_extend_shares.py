@@ -55,7 +55,6 @@ def steps(draw: st.DrawFn) -> Step:
         rows=draw(st.integers(1, 4)),
         causal=draw(st.booleans()),
         window_left=draw(st.sampled_from([UNLIMITED_WINDOW, 0, 7, 40, 1000])),
-        rows_at_once=draw(st.integers(1, 2)),
         row_keys=draw(st.integers(1, 60)),
         split_keys=draw(st.sampled_from([-99999, 0, 50, 99999])),
         gain=draw(st.integers(0, 4)),
@@ -189,16 +188,6 @@ def test_shorter_rows_have_fewer_parts_of_the_same_size() -> None:
 def test_other_rows_have_no_equal_parts(seqs: tuple[tuple[int, int], ...], change: dict[str, Any]) -> None:
     step = Step(seqs, ALIKE.sharing._replace(**change))
     assert all(parts == 0 for *_, parts, _ in step.shares())
-
-
-@pytest.mark.parametrize(("rows_at_once", "is_shared"), [(1, False), (2, True)])
-def test_rows_that_run_two_at_a_time_are_shared_where_one_would_be_late(rows_at_once: int, is_shared: bool) -> None:
-    """Three long rows among many short ones are as good as balanced, unless each long one has to share its unit."""
-    sharing = RowSharing(
-        programs=4, rows=1, rows_at_once=rows_at_once, row_keys=64, split_keys=100, gain=1, least_keys=64
-    )
-    step = Step(((1000, 5), (990, 5), (980, 5), *[(60, 5)] * 14), sharing)
-    assert (step.shares()[0][7] > 0) == is_shared
 
 
 def test_a_row_of_little_more_than_the_least_share_is_one_programs() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -156,7 +156,7 @@ CODED_RANGES: list[dict[str, Any]] = [
 @seventh_by_day("more", [({**SPANS, "dims": dims, **more},) for dims in DIMS for more in (*RANGES, *CODED_RANGES)])
 def test_tokens_that_each_see_a_range_equal_the_reference(more: dict[str, Any], device: torch.device) -> None:
     case = replace(RAGGED, **more)
-    own = replace(hopper_tiles(*case.dims, case.page_size, coded=case.kv is not None), drawn_blocks=0)
+    own = hopper_tiles(*case.dims, case.page_size, coded=case.kv is not None)
     for sharing, tiles in product((ALL_SHARED, NONE_SHARED), with_each_loop(own, case)):
         tensors = build(case, device)
         run_hopper(tensors, sharing, tiles=tiles)
@@ -270,7 +270,6 @@ def test_decode_and_extend_share_a_mixed_step(dims: tuple[int, int], device: tor
 def test_a_step_of_nothing_but_padding_is_all_zeros(
     kv_len: list[int], q_len: list[int], causal: bool, dim: int, device: torch.device
 ) -> None:
-    """Rows with head_dim 96 are drawn, those with 128 are assigned."""
     case = replace(
         RAGGED, kv_len=kv_len, q_len=q_len, tail=40, dims=(dim, dim), window_right=0 if causal else UNLIMITED_WINDOW
     )
@@ -311,50 +310,6 @@ def test_programs_take_their_share_and_then_whole_rows(dims: tuple[int, int], de
     words = extend_schedule(case.kv_len, case.q_len, cut, tensors.q.shape[0])
     assert words[SHARE_CUT.value - SHARE_WORDS] == 4
     assert_served(tensors)
-
-
-# More rows than programs, so that most rows are drawn.
-DRAWN = replace(RAGGED, kv_len=[*range(60, 85), 9], q_len=[20] * 25 + [1], heads=(8, 2))
-drawn_forms = pytest.mark.parametrize(
-    ("dim", "more"),
-    [(96, {}), (96, {"page_size": 2}), (128, {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN})],
-    ids=["boxes", "gathered", "codes"],
-)
-
-
-@drawn_forms
-def test_rows_are_drawn_anew_at_each_launch(dim: int, more: dict[str, Any], device: torch.device) -> None:
-    """Layers of a step, and replays of a graph, share a schedule; the last rows of each are drawn, block by block."""
-    case = replace(DRAWN, dims=(dim, dim), **more)
-    for sharing in (NONE_SHARED, ALL_SHARED._replace(split_keys=0)):
-        tensors = build(case, device)
-        dealt = replace(hopper_tiles(dim, dim, case.page_size, coded=case.kv is not None), drawn_blocks=0)
-        run_hopper(tensors, sharing, tiles=dealt)
-        wanted = tensors.out.clone()
-        assert_served(tensors)
-        run_hopper(tensors, sharing, tiles=replace(dealt, drawn_blocks=8), launches=3)
-        assert torch.equal(tensors.out, wanted)
-
-
-@drawn_forms
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_rows_are_drawn_anew_after_a_launch_that_was_broken_off(
-    error: type[BaseException], dim: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    """The interruption is before the merge, which resets the count of drawn rows. The next layer draws all rows."""
-    case = replace(DRAWN, dims=(dim, dim), **more)
-    tiles = replace(hopper_tiles(dim, dim, case.page_size, coded=case.kv is not None), drawn_blocks=8)
-    for sharing in (NONE_SHARED, ALL_SHARED._replace(split_keys=0)):
-        tensors = build(case, device)
-        cut = extend_cut(tensors, tiles.extend, sharing)
-        args = tensors.extend_args(cut, cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim))
-        with monkeypatch.context() as broken:
-            broken.setattr("rocm_attn.kernels.hopper.extend.launch_extend_merge", Mock(side_effect=error))
-            with pytest.raises(error):
-                hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
-        tensors.out.fill_(UNTOUCHED)
-        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
-        assert_served(tensors)
 
 
 @of_dims

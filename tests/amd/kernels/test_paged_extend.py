@@ -244,7 +244,7 @@ def test_rows_may_be_cut_alike(
     words = tensors.extend_args(cut).schedule.tolist()
     assert words[SHARE_SIZE.value - SHARE_WORDS] == size, "of a share, or of an equal part"
     expected = extend_schedule(case.kv_len, case.q_len, cut, tensors.q.shape[0])
-    assert without_idle_shares([*words, 0, 0, 0], cut) == [*expected, 0, 0, 0]
+    assert without_idle_words([*words, 0, 0, 0], cut) == [*expected, 0, 0, 0]
     run_extend(tensors, tiles=tiles, sharing=sharing)
     assert_served(tensors)
 
@@ -329,9 +329,12 @@ def test_the_twin_cuts_large_steps_into_groups(kernel_device: torch.device, monk
     assert_serves(run_extend_twin, replace(RAGGED, heads=(4, 2), dims=(32, 32)), kernel_device)
 
 
-def without_idle_shares(words: list[int], cut: ExtendCut) -> list[int]:
-    """Returns words in which idle shares hold only their size and the cut, as in the twin."""
-    for first in range(len(words) - 3 - cut.sharing.programs * SHARE_WORDS, len(words) - 3, SHARE_WORDS):
+def without_idle_words(words: list[int], cut: ExtendCut) -> list[int]:
+    """Returns words in which idle shares hold only their size and the cut, and blocks no sixth word, as in the twin."""
+    shares = len(words) - 3 - cut.sharing.programs * SHARE_WORDS
+    for first in range(0, shares, BLOCK_WORDS):
+        words[first + 5] = 0
+    for first in range(shares, len(words) - 3, SHARE_WORDS):
         if words[first + 3] == 0:
             words[first : first + 6] = [0] * 6
     return words
@@ -349,7 +352,7 @@ BY_SEGMENTS = RowSharing(
         WHOLE_ROWS,
         RowSharing(programs=400, rows=2, row_keys=20, split_keys=999, gain=0, least_keys=12, alike_keys=1),
         RowSharing(programs=60, rows=1, row_keys=9, split_keys=999, gain=0, least_keys=5, window_left=33, alike_keys=4),
-        RowSharing(programs=7, rows=2, rows_at_once=2, row_keys=20, split_keys=0, gain=0, least_keys=1),
+        RowSharing(programs=7, rows=2, row_keys=20, split_keys=0, gain=0, least_keys=1),
         RowSharing(programs=3, rows=1, row_keys=1, split_keys=3, gain=1, least_keys=9, window_left=33),
         RowSharing(programs=9, rows=4, row_keys=9, split_keys=-99999, gain=0, least_keys=1, causal=False),
         RowSharing(programs=5, rows=3, row_keys=64, split_keys=5, gain=2, causal=False, window_left=7),
@@ -397,7 +400,7 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
     schedule = torch.full((cut.words(num_tokens, num_seqs) + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
     launch_extend_schedule(queries_of(kv_len, q_len, num_tokens, kernel_device), schedule, cut)
     expected = extend_schedule(kv_len, q_len, cut, num_tokens)
-    assert without_idle_shares(schedule.tolist(), cut) == [*expected, *[GARBAGE] * 3]
+    assert without_idle_words(schedule.tolist(), cut) == [*expected, *[GARBAGE] * 3]
 
 
 @pytest.mark.parametrize("sequences", Sequences)
@@ -416,7 +419,7 @@ def test_a_schedule_leaves_out_sequences_with_cells_or_without(
     cells = torch.tensor(first_cell, dtype=torch.int32, device=kernel_device)
     launch_extend_schedule(queries_of(kv_len, q_len, 90, kernel_device), schedule, cut, cells)
     expected = extend_schedule(kv_len, q_len, cut, 90, left_out)
-    assert without_idle_shares(schedule.tolist(), cut) == [*expected, *[GARBAGE] * 3]
+    assert without_idle_words(schedule.tolist(), cut) == [*expected, *[GARBAGE] * 3]
 
 
 def test_the_list_holds_any_split_of_the_padded_tokens() -> None:

@@ -206,11 +206,16 @@ EXAMPLES = [
     ),
     *(
         Example("glm45", f"{half}</think>I look.{GLM}", OSLO, "I look.", half, "glm45", is_inside=True)
-        for half in [GLM.partition("Oslo")[0] + "is how."]
+        for half in (GLM.partition("Oslo")[0] + "is how.", "<tool_call>f<arg_key>a</arg_key><arg_value>is how.")
     ),
+    # A thought that a call has ended may have its mark all the same, and a text as JSON may name it.
+    Example("kimi_k2", f"<think>Hm. {KIMI}</think>I look.", BOTH, "I look.", "Hm.", "kimi_k2"),
+    Example("kimi_k2", f"<think>Hm. {KIMI}".replace("Oslo", "</think>"),
+            [("get_weather", {"city": "</think>", "days": 3}), *BOTH[1:]], "", "Hm.", "kimi_k2"),
     Example("glm45", f"{GLM}<think>A <tool_call> is.</think>So.", OSLO, "So.", "A <tool_call> is.", "glm45"),
     Example("glm45", f"{GLM}\n<tool_call>get-time\n</tool_call>", BOTH),
     Example("glm47", GLM.replace("\n", "") + "<tool_call>get-time</tool_call>", BOTH, functions={**FUNCTIONS}),
+    Example("minimax_m2", '<minimax:tool_call>\n<invoke name="f"></minimax:tool_call>', [("f", {})]),
     Example("minimax_m2", f"Hm.\n</think>\n\n{MINIMAX}", BOTH, "", "Hm.", "minimax_m2", is_inside=True),
     Example(
         "minimax_m2",
@@ -244,6 +249,20 @@ EXAMPLES = [
             ("minimax_m2", '<invoke name="f"><parameter name="', MINIMAX.partition('<invoke name="get-time">')[0]),
             ("kimi_k2", "<|tool_call_begin|>functions.f:", KIMI.partition("<|tool_call_begin|>functions.get-time")[0]),
             ("openai", "to=functions.f", OSS),
+            # Half an object is given up where another call begins, and not within a text.
+            ("openai", OSS.partition('"Oslo"')[0], OSS),
+            ("hermes", HERMES.partition('"Oslo"')[0], HERMES),
+            ("mistral", "[TOOL_CALLS]f[ARGS]{", '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3}'),
+            ("mistral_v3", '[TOOL_CALLS] [{"name": "f"',
+             '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}]'),
+            ("lfm2", "<|tool_call_start|>[f(", "<|tool_call_start|>[get_weather(city='Oslo', days=3)]"),
+            *(
+                (name, text.partition('"Oslo"')[0], text.rpartition(begins)[0])
+                for name, text, begins in (
+                    ("kimi_k2", KIMI, "<|tool_call_begin|>"), ("deepseek_v3", DEEPSEEK_3, "\n<｜tool▁call▁begin｜>"),
+                    ("deepseek_v31", DEEPSEEK_31, "<｜tool▁call▁begin｜>"),
+                )
+            ),
         )
     ),
     Example("mistral", '[THINK]Hm.[/THINK]I look.[TOOL_CALLS]get-time[ARGS]{}', BOTH[1:], "I look.", "Hm.", "mistral"),
@@ -277,6 +296,14 @@ EXAMPLES = [
     ),
     Example("openai", f"{OSS_THOUGHT}<|channel|>final<|message|>Cold.<|return|>", [], "Cold.", "They ask of Oslo.",
             "gpt-oss"),
+    Example(
+        "openai",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>Cold.<|return|>",
+        [],
+        "I look.\nCold.",
+        "",
+        "gpt-oss",
+    ),
     Example("llama3_json", '{"name": "get_weather", "parameters": {"city": "Oslo", "days": 3}}', OSLO),
     Example("llama3_json", '<|python_tag|>{"name": "get-time", "parameters": {}}', BOTH[1:]),
     Example("pythonic", "[get_weather(city='Oslo', days=3), f(a=[1, {'b': None}], c=-1.5, d=true)]",
@@ -330,6 +357,7 @@ EXAMPLES = [
                 f'<tool_call>{{"name": "f", "arguments": {{"x": {"9" * 4301}}}}}',
                 '<tool_call>{"name": ["f"]}</tool_call>', '<tool_call>{"name": 7}</tool_call>',
                 '<tool_call>{"name": "f" "b"}</tool_call>', '<tool_call>{"name": "f", "args": {"x": 1}}</tool_call>',
+                f"<tool_call>{{'name': 'f', 'arguments': {{'t': '{HERMES}'}}}}</tool_call>",
             )),
             *(("llama3_json", text) for text in (
                 "<|python_tag|>", "<|python_tag|> ", "<|python_tag|>print(1)", ' <|python_tag|> {"name": "b"}', "<|pyt",
@@ -343,6 +371,7 @@ EXAMPLES = [
             ("glm45", "<tool_call>get_weather is a name"),
             ("glm45", GLM.removesuffix("</tool_call>")),
             ("minimax_m2", "<minimax:tool_call>\n<invoke>"),
+            ("minimax_m2", 'It writes <invoke name="f"></minimax:tool_call>'),
             ("kimi_k2", KIMI.replace('{"city"', '{"city')),
             ("deepseek_v3", DEEPSEEK_31),
             ("deepseek_v31", DEEPSEEK_3),

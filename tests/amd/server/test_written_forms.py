@@ -77,17 +77,20 @@ def test_every_row_has_an_example_and_every_name_one_row() -> None:
         assert len(names) == len(set(names))
 
 
-def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("half", ['<tool_call>{"a": ', "<tool_call>{ "])
+def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that went back to each mark would look at each character a thousand times."""
     looked_at, end_in = 0, _Brackets.end_in
 
     def counted(brackets: _Brackets, text: str) -> int:
         nonlocal looked_at
-        looked_at += len(text) - brackets._seen
-        return end_in(brackets, text)
+        looked_at -= brackets.seen
+        end = end_in(brackets, text)
+        looked_at += brackets.seen
+        return end
 
     monkeypatch.setattr(_Brackets, "end_in", counted)
-    example = Example("hermes", '<tool_call>{"a": ' * 1000, [])
+    example = Example("hermes", half * 1000, [])
     assert found_in(example, [example.text]) == ("", example.text, [])
     assert 0 < looked_at <= len(example.text)
 

@@ -119,6 +119,24 @@ def test_reasoning_comes_as_an_item_of_its_own(thinker: Running, monkeypatch: py
     assert answer.usage.output_tokens_details.reasoning_tokens == len("Two and two.")
 
 
+@pytest.mark.parametrize(
+    ("before", "thought", "said"),
+    [
+        ("<think>\nOne", "and two.", "Four."),
+        ("<think>\nOne.</think>", "", "and two.</think>\n\nFour."),
+        ("The mark <think>", "and two.", "Four."),
+        ("The mark <think> is", "", "and two.</think>\n\nFour."),
+    ],
+)
+def test_an_answer_that_the_client_has_begun_goes_on_in_its_thought(
+    before: str, thought: str, said: str, thinker: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced(monkeypatch, "and two.</think>\n\nFour.")
+    begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": before}]
+    answer = ask(thinker, input=begun, extra_body={"continue_final_message": True})
+    assert reported(answer)[1] == [*([["reasoning", thought]] if thought else []), ["message", said]]
+
+
 def test_the_token_before_a_text_is_no_token_of_the_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
     words = tokenizer("hermes")
     ours = Tokenizer(words.backend, 9, ChatTemplate(THINKING))

@@ -329,7 +329,9 @@ class AnswerReader(Reader):
         ends = self._form.closes or self._form.begins[0]  # the text's end may stand for it
         unopened = self._at
         while (mark := (yield from self._search(marks, unopened, ends))) is not None:
-            is_text = not mark[1] and not mark[2] and (yield from self._closes_after(mark.end()))
+            goes_on = mark[2] or (mark[1] and (yield from self._goes_on(mark.end(), mark[1])))
+            others = self._form.begins if mark[1] else ()
+            is_text = not goes_on and (yield from self._closes_after(mark.end(), others))
             if not (mark[1] or is_text) and self._has_begun_anew(unopened, mark.start()):
                 return None
             if not is_text and mark[2] not in given:
@@ -337,10 +339,18 @@ class AnswerReader(Reader):
             unopened = mark.end()
         return None
 
-    def _closes_after(self, at: int) -> _Waits:
-        """True if the end of a call at `at` is text of a value, whose own mark comes before another parameter."""
+    def _goes_on(self, at: int, closes: str) -> _Waits:
+        """True if a call goes on, or ends, at `at`, after the mark that closes a value. The same mark is no text."""
+        form, self._at = self._form, at
+        for mark in (form.parameter.partition("{")[0], form.call.rpartition("}")[2], closes, form.closes, *form.begins):
+            if mark and (yield from self._literal(mark)):
+                return True
+        return False
+
+    def _closes_after(self, at: int, others: tuple[str, ...]) -> _Waits:
+        """True if a mark before `at` is text of a value, whose own mark comes before another parameter."""
         before, *_, after = HOLE.split(self._form.parameter)
-        either = re.compile(f"({re.escape(after.strip())})|{re.escape(before)}")
+        either = re.compile(f"({re.escape(after.strip())})|{'|'.join(map(re.escape, (before, *others)))}")
         found = yield from self._search(either, at)
         return found is not None and found[1] is not None
 

@@ -149,11 +149,27 @@ EXAMPLES = [
     *(
         Example(name, text.replace("Oslo", f"{quoted}."), [("get_weather", {"city": f"{quoted}.", "days": 3})])
         for name, text, quoted in (
-            ("qwen3_coder", QWEN_XML, "<tool_call>\n<function=get-time>\n</function>\n</tool_call>"),
+            ("qwen3_coder", QWEN_XML, "<tool_call>\n<function=get-time>\n</function>\n</tool_call>\n" * 2),
             ("qwen3_coder", QWEN_XML, "</function>\n</tool_call>"),
             ("minimax_m2", MINIMAX, '<invoke name="get-time">\n</invoke>\n</minimax:tool_call>'),
         )
         for text in [text.partition('<invoke name="get-time">')[0]]
+    ),
+    # Its own mark is text too, where no call goes on after it.
+    *(
+        Example(name, text.replace("Oslo", f"a {closes} b"), [("get_weather", {"city": f"a {closes} b", "days": 3})])
+        for name, text, closes in (
+            ("qwen3_coder", QWEN_XML, "</parameter>"),
+            ("glm45", GLM, "</arg_value>"),
+            ("minimax_m2", MINIMAX.partition('<invoke name="get-time">')[0], "</parameter>"),
+        )
+    ),
+    Example("glm45", GLM.replace("days", "hours").replace(">3<", '>["</arg_value>"]<'),
+            [("get_weather", {"city": "Oslo", "hours": ["</arg_value>"]})]),
+    *(
+        Example("qwen3_coder", f"{half}.\n{call} A </parameter>.", BOTH[1:], f"{half}. A </parameter>.")
+        for half in ["<function=get_weather><parameter=city>x</parameter> it is"]
+        for call in ["<tool_call>\n<function=get-time>\n</function>\n</tool_call>"]
     ),
     # Lists as Python writes them, where one is allowed; and a text that is none.
     *(
@@ -368,6 +384,10 @@ EXAMPLES = [
             ("qwen3_coder", QWEN_XML.removesuffix("</function>\n</tool_call>")),
             ("qwen3_coder", "It writes <function=launch> <function=f> <function=f> and <function="),
             ("qwen3_coder", QWEN_XML.partition("Oslo")[0]),
+            *(
+                ("qwen3_coder", QWEN_XML.replace("Oslo\n</parameter>", f"Oslo\n</parameter>{junk}"))
+                for junk in (" it is", "\n</parameter>")
+            ),
             ("glm45", "<tool_call>get_weather is a name"),
             ("glm45", GLM.removesuffix("</tool_call>")),
             ("minimax_m2", "<minimax:tool_call>\n<invoke>"),

@@ -15,6 +15,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]*")
 _BLANKS = re.compile(r"\s*")
 # Keys of a function's parameters that a pattern has: it would hold the event loop up for a client's million of them.
 _MOST_KEYS = 128
+# Calls that are begun and given up within a value. Each further one would be read once more.
+_MOST_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +218,6 @@ class AnswerReader(Reader):
             for mark in filter(None, follow):
                 end = self._at
                 is_read, self._at = is_read or (yield from self._literal(mark)), end
-            # Parameters that go on beyond the thought are those of half a call, and of the next one.
-            is_read = is_read and not ("parameters" in found and ends and ends in self._held[: self._at])
             calls = self._made(found) if is_read else []
             if not calls:
                 # At the end all of the rest is text, unless the model began anew: each further mark would make it be
@@ -327,8 +327,10 @@ class AnswerReader(Reader):
         marks: _marks_after_a_value(); given: keys that the call has, as a parameter with one of them is text
         """
         ends = self._form.closes or self._form.begins[0]  # the text's end may stand for it
-        unopened = self._at
+        unopened, call = self._at, self._call_in_a_value()
         while (mark := (yield from self._search(marks, unopened, ends))) is not None:
+            if (quoted := call.search(self._held, unopened, mark.end())) is not None:
+                return (yield from self._paired(unopened, quoted))
             goes_on = mark[2] or (mark[1] and (yield from self._goes_on(mark.end(), mark[1])))
             others = self._form.begins if mark[1] else ()
             is_text = not goes_on and (yield from self._closes_after(mark.end(), others))
@@ -337,6 +339,35 @@ class AnswerReader(Reader):
             if not is_text and mark[2] not in given:
                 return mark
             unopened = mark.end()
+        return None
+
+    def _call_in_a_value(self) -> re.Pattern[str]:
+        """Finds a call of a known function with a parameter."""
+        names = "|".join(map(re.escape, islice(self._functions, _MOST_KEYS)))
+        words = (
+            self._form.begins[-1],
+            *HOLE.split(self._form.call)[3].split(),
+            *HOLE.split(self._form.parameter)[0].split(),
+        )
+        own, *after = map(re.escape, words)
+        return re.compile(r"\s{0,8}".join((own, f"(?:{names})", *after)))
+
+    def _paired(self, begin: int, call: re.Match[str]) -> Generator[None, None, re.Match[str] | None]:
+        """Returns the mark that closes a value with a call in it, which has marks of its own.
+
+        None if no mark is left for the value: the model has begun anew, or the text is cut within the value and no call
+        of it is one. begin: where the call, or its mark, may begin
+        """
+        before, *_, closes = (re.escape(part.strip()) for part in HOLE.split(self._form.parameter) if part)
+        either, at, depth = re.compile(f"({closes})|{before}"), call.start(), 0
+        while depth < _MOST_DEPTH and (mark := (yield from self._search(either, at))) is not None:
+            if mark[1] and not depth:
+                return mark
+            at, depth = mark.end(), depth + (-1 if mark[1] else 1)
+        ends = HOLE.split(self._form.call)[-1].strip(), self._form.closes.strip() or self._form.begins[0]
+        self._has_begun_anew(begin, call.end())
+        if depth < _MOST_DEPTH and not self._held.rstrip().endswith(ends):
+            self._at = len(self._held)
         return None
 
     def _goes_on(self, at: int, closes: str) -> _Waits:

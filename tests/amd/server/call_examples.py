@@ -152,6 +152,7 @@ EXAMPLES = [
             ("qwen3_coder", QWEN_XML, "<tool_call>\n<function=get-time>\n</function>\n</tool_call>\n" * 2),
             ("qwen3_coder", QWEN_XML, "</function>\n</tool_call>"),
             ("minimax_m2", MINIMAX, '<invoke name="get-time">\n</invoke>\n</minimax:tool_call>'),
+            ("qwen3_coder", QWEN_XML, f"{QWEN_XML} {QWEN_XML}"), ("minimax_m2", MINIMAX, MINIMAX), ("glm45", GLM, GLM),
         )
         for text in [text.partition('<invoke name="get-time">')[0]]
     ),
@@ -263,6 +264,8 @@ EXAMPLES = [
             ("mistral", "[TOOL_CALLS]f", '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3}'),
             ("glm45", "<tool_call>f<arg_key>", GLM),
             ("minimax_m2", '<invoke name="f"><parameter name="', MINIMAX.partition('<invoke name="get-time">')[0]),
+            ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nIt", f"{QWEN_XML}\n"),
+            ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>", GLM),
             ("kimi_k2", "<|tool_call_begin|>functions.f:", KIMI.partition("<|tool_call_begin|>functions.get-time")[0]),
             ("openai", "to=functions.f", OSS),
             # Half an object is given up where another call begins, and not within a text.
@@ -387,6 +390,11 @@ EXAMPLES = [
             *(
                 ("qwen3_coder", QWEN_XML.replace("Oslo\n</parameter>", f"Oslo\n</parameter>{junk}"))
                 for junk in (" it is", "\n</parameter>")
+            ),
+            # A call in a value that is cut is none.
+            *(
+                (name, text.replace("Oslo", f"{text} it is").partition(" is")[0])
+                for name, text in (("qwen3_coder", QWEN_XML), ("glm45", GLM))
             ),
             ("glm45", "<tool_call>get_weather is a name"),
             ("glm45", GLM.removesuffix("</tool_call>")),

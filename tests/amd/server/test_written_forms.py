@@ -24,6 +24,7 @@ from rocm_serve.server.served_model import ServedModel
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 from rocm_serve.text.written_forms import CALL_FORMS, MARK, REASONING_FORMS, form_named
+from tests.amd.noted import noted
 from tests.amd.runner.small_tokenizers import of_bytes
 from tests.amd.server.call_examples import EXAMPLES, FUNCTIONS, GLM, OSLO, Calls, Example
 from tests.amd.server.tool_models import TEMPLATES
@@ -93,6 +94,13 @@ def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(half: str, monkey
     example = Example("hermes", half * 1000, [])
     assert found_in(example, [example.text]) == ("", example.text, [])
     assert 0 < looked_at <= len(example.text)
+
+
+def test_calls_that_are_given_up_within_values_are_read_a_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = noted(monkeypatch, AnswerReader, "_search")
+    half = "<function=get_weather><parameter=city><function=f><parameter=a></parameter>"
+    found_in(Example("qwen3_coder", half * 300, []), [half * 300])
+    assert 300 < len(searches) < 300 * 30
 
 
 def test_an_escape_outside_of_a_text_begins_none() -> None:

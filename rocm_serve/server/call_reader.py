@@ -237,12 +237,9 @@ class AnswerReader(Reader):
 
     def _made(self, found: _Found) -> list[Part]:
         """Returns the calls of what was found in a pattern; none if one of them is none."""
-        if "made" in found:
-            made = found["made"]
-        else:
-            schema = self._functions.get(found["name"], {})
-            arguments = found["json"] if "json" in found else from_parameters(found.get("parameters", ()), schema)
-            made = [(found["name"], arguments)]
+        if "parameters" in found:
+            found["json"] = from_parameters(found["parameters"], self._functions[found["name"]])
+        made = found["made"] if "made" in found else [(found["name"], found["json"])]
         known = all(name in self._functions for name, _ in made)
         return [ToolCall(name, arguments) for name, arguments in made] if known else []
 
@@ -327,10 +324,10 @@ class AnswerReader(Reader):
         marks: _marks_after_a_value(); given: keys that the call has, as a parameter with one of them is text
         """
         ends = self._form.closes or self._form.begins[0]  # the text's end may stand for it
-        unopened, call = self._at, self._call_in_a_value()
+        unopened = self._at
         while (mark := (yield from self._search(marks, unopened, ends))) is not None:
-            if (quoted := call.search(self._held, unopened, mark.end())) is not None:
-                return (yield from self._paired(unopened, quoted))
+            if mark[3]:
+                return (yield from self._paired(unopened, mark))
             goes_on = mark[2] or (mark[1] and (yield from self._goes_on(mark.end(), mark[1])))
             others = self._form.begins if mark[1] else ()
             is_text = not goes_on and (yield from self._closes_after(mark.end(), others))
@@ -340,17 +337,6 @@ class AnswerReader(Reader):
                 return mark
             unopened = mark.end()
         return None
-
-    def _call_in_a_value(self) -> re.Pattern[str]:
-        """Finds a call of a known function with a parameter."""
-        names = "|".join(map(re.escape, islice(self._functions, _MOST_KEYS)))
-        words = (
-            self._form.begins[-1],
-            *HOLE.split(self._form.call)[3].split(),
-            *HOLE.split(self._form.parameter)[0].split(),
-        )
-        own, *after = map(re.escape, words)
-        return re.compile(r"\s{0,8}".join((own, f"(?:{names})", *after)))
 
     def _paired(self, begin: int, call: re.Match[str]) -> Generator[None, None, re.Match[str] | None]:
         """Returns the mark that closes a value with a call in it, which has marks of its own.
@@ -405,7 +391,7 @@ class AnswerReader(Reader):
         """Finds the mark that closes a value of a function's parameter, which is group 1, and else what follows it.
 
         Qwen3-Coder and others may leave the mark out before another parameter, whose key is group 2, or the end of a
-        call.
+        call. Group 3 is the mark of another call with a parameter.
         """
         form = self._form
         before, _, _, after, *_ = HOLE.split(form.parameter)
@@ -414,7 +400,10 @@ class AnswerReader(Reader):
         closes, ends = (re.escape(each.rpartition("}")[2].strip()) for each in (form.parameter, form.call))
         begins = f"{re.escape(before)}({'|'.join(map(re.escape, keys)) or '(?!)'})"
         begins += r"\s{0,8}".join(map(re.escape, after.split()))
-        return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})")
+        names = f"(?:{'|'.join(map(re.escape, islice(self._functions, _MOST_KEYS)))})"
+        words = [f"({re.escape(form.begins[-1])})", names, *map(re.escape, (*HOLE.split(form.call)[3].split(), before))]
+        call = r"\s{0,8}".join(words)
+        return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})|{call}")
 
     def _literal(self, text: str) -> _Waits:
         """Reads a text, with any number of blanks before each of its words. _at stays if something else comes."""

@@ -266,7 +266,7 @@ class AnswerReader(Reader):
             (end,) = after.split()[:1]
             begin = self._at
             found[hole] = yield from self._until(end)
-            return found[hole] is not None and not self._has_begun_anew(begin, self._at)
+            return found[hole] is not None and not self._has_begun_anew(begin, self._at + len(end))
         opens = {"calls": "[", "python": "["}.get(hole, "{")
         if not (yield from self._literal(opens)):
             return False

@@ -266,6 +266,7 @@ EXAMPLES = [
             ("minimax_m2", '<invoke name="f"><parameter name="', MINIMAX.partition('<invoke name="get-time">')[0]),
             ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nIt", f"{QWEN_XML}\n"),
             ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>", GLM),
+            ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a", QWEN_XML),
             ("kimi_k2", "<|tool_call_begin|>functions.f:", KIMI.partition("<|tool_call_begin|>functions.get-time")[0]),
             ("openai", "to=functions.f", OSS),
             # Half an object is given up where another call begins, and not within a text.

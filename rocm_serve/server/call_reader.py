@@ -45,8 +45,8 @@ class Reader:
         """Takes the next text, and returns the parts that are decided now and were not returned yet."""
         return [text] if text else []
 
-    def finish(self) -> list[Part]:
-        """Returns the rest. The text has ended."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """Returns the rest. The text has ended. is_cut: whether the model would have gone on"""
         return []
 
 
@@ -80,7 +80,7 @@ class AnswerReader(Reader):
         self._calls, self._functions, self._reasoning, self._is_inside = calls, functions, reasoning, is_inside
         self._several = several
         self._held, self._at = "", 0  # text that was not returned yet, and how much of it was read
-        self._has_ended = self._has_called = False
+        self._has_ended = self._is_cut = self._has_called = False
         self._is_fresh = True  # nothing but blanks came since the beginning, or since the last mark
         self._has_mark = self._has_said = False
         self._joint = ""  # what stands for the marks between two texts
@@ -91,8 +91,8 @@ class AnswerReader(Reader):
         self._held += text
         return self._run()
 
-    def finish(self) -> list[Part]:
-        self._has_ended = True
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        self._has_ended, self._is_cut = True, is_cut
         return self._run()
 
     def _run(self) -> list[Part]:
@@ -352,7 +352,7 @@ class AnswerReader(Reader):
             at, depth = mark.end(), depth + (-1 if mark[1] else 1)
         ends = HOLE.split(self._form.call)[-1].strip(), self._form.closes.strip() or self._form.begins[0]
         self._has_begun_anew(begin, call.end())
-        if depth < _MOST_DEPTH and not self._held.rstrip().endswith(ends):
+        if self._is_cut or (depth < _MOST_DEPTH and not self._held.rstrip().endswith(ends)):
             self._at = len(self._held)
         return None
 
@@ -365,11 +365,11 @@ class AnswerReader(Reader):
         return False
 
     def _closes_after(self, at: int, others: tuple[str, ...]) -> _Waits:
-        """True if a mark before `at` is text of a value, whose own mark comes before another parameter."""
+        """True if a mark before `at` is text of a value, whose own mark comes before another parameter, or may."""
         before, *_, after = HOLE.split(self._form.parameter)
         either = re.compile(f"({re.escape(after.strip())})|{'|'.join(map(re.escape, (before, *others)))}")
         found = yield from self._search(either, at)
-        return found is not None and found[1] is not None
+        return self._is_cut if found is None else found[1] is not None
 
     def _search(self, marks: re.Pattern[str], at: int, ends: str = "") -> Generator[None, None, re.Match[str] | None]:
         """Returns the next mark from `at` on; None if none comes. ends: a text that the text's end stands for"""

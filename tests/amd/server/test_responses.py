@@ -7,7 +7,12 @@ from typing import Any
 import openai
 import pytest
 
+from rocm_serve.request import Completion, FinishReason
 from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.server.call_reader import Part, Reader
+from rocm_serve.server.emitted_tokens import EmittedTokens
+from rocm_serve.server.replies import ChatReplies, Usage
+from rocm_serve.server.response_replies import ResponseReplies
 from rocm_serve.server.responses_body import ResponsesBody
 from rocm_serve.server.unserved import OF_RESPONSES
 from rocm_serve.text.chat_template import ChatTemplate
@@ -252,3 +257,20 @@ def test_fields_of_sampling_are_those_of_a_conversation(server: Running) -> None
     expected = post(server, chat, "/v1/chat/completions").json["choices"][0]["message"]["content"]
     answer = post(server, {**fields, "input": "?", "max_output_tokens": 12}, PATH).json
     assert answer["output"][0]["content"][0]["text"] == expected
+
+
+@pytest.mark.parametrize(("reason", "is_cut"), [("stop", False), ("length", True), ("abort", True)])
+def test_the_reader_learns_whether_the_text_is_cut(reason: FinishReason, is_cut: bool) -> None:
+    """A call without its last marks is one only where the model has ended it."""
+    learnt = []
+
+    class Ended(Reader):
+        def finish(self, *, is_cut: bool = False) -> list[Part]:
+            learnt.append(is_cut)
+            return []
+
+    done, usage = Completion((1,), (2,), "a", reason), Usage(1, 1, 0)
+    ChatReplies(NAME, EmittedTokens(None), Ended).whole([done], usage)
+    asked = ResponsesBody.model_validate({"model": NAME, "input": "?"})
+    ResponseReplies(NAME, asked, Sampling(), Ended, len).whole([done], usage)
+    assert learnt == [is_cut] * 2

@@ -26,7 +26,7 @@ from rocm_serve.text.tokenizer import Tokenizer
 from rocm_serve.text.written_forms import CALL_FORMS, MARK, REASONING_FORMS, form_named
 from tests.amd.noted import noted
 from tests.amd.runner.small_tokenizers import of_bytes
-from tests.amd.server.call_examples import EXAMPLES, FUNCTIONS, GLM, OSLO, Calls, Example
+from tests.amd.server.call_examples import EXAMPLES, FUNCTIONS, GLM, OSLO, QWEN_XML, Calls, Example
 from tests.amd.server.tool_models import TEMPLATES
 
 BY_NAME = {f"{place}-{example.calls_in}": example for place, example in enumerate(EXAMPLES)}
@@ -94,6 +94,16 @@ def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(half: str, monkey
     example = Example("hermes", half * 1000, [])
     assert found_in(example, [example.text]) == ("", example.text, [])
     assert 0 < looked_at <= len(example.text)
+
+
+@pytest.mark.parametrize("quoted", [QWEN_XML, "</function>\n</tool_call>"])
+def test_a_call_that_is_cut_where_its_text_quotes_one_is_none(quoted: str) -> None:
+    """A model that has ended by itself has left out a mark, or has begun anew."""
+    text = QWEN_XML.partition("Oslo")[0] + quoted
+    for is_cut in (False, True):
+        reader = AnswerReader(form_named("qwen3_coder", CALL_FORMS), FUNCTIONS)
+        parts = [*reader.push(text), *reader.finish(is_cut=is_cut)]
+        assert any(isinstance(part, ToolCall) for part in parts) != is_cut
 
 
 def test_calls_that_are_given_up_within_values_are_read_a_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,18 +324,18 @@ class AnswerReader(Reader):
         marks: _marks_after_a_value(); given: keys that the call has, as a parameter with one of them is text
         """
         ends = self._form.closes or self._form.begins[0]  # the text's end may stand for it
-        unopened = self._at
+        unopened, has_own = self._at, False
         while (mark := (yield from self._search(marks, unopened, ends))) is not None:
             if mark[3]:
                 return (yield from self._paired(unopened, mark))
-            goes_on = mark[2] or (mark[1] and (yield from self._goes_on(mark.end(), mark[1])))
+            goes_on = mark[2] or (mark[1] and (yield from self._goes_on(mark, is_strict=has_own)))
             others = self._form.begins if mark[1] else ()
             is_text = not goes_on and (yield from self._closes_after(mark.end(), others))
             if not (mark[1] or is_text) and self._has_begun_anew(unopened, mark.start()):
                 return None
             if not is_text and mark[2] not in given:
-                return mark
-            unopened = mark.end()
+                return None if has_own and not goes_on else mark
+            unopened, has_own = mark.end(), has_own or bool(mark[1])
         return None
 
     def _paired(self, begin: int, call: re.Match[str]) -> Generator[None, None, re.Match[str] | None]:
@@ -356,10 +356,14 @@ class AnswerReader(Reader):
             self._at = len(self._held)
         return None
 
-    def _goes_on(self, at: int, closes: str) -> _Waits:
-        """True if a call goes on, or ends, at `at`, after the mark that closes a value. The same mark is no text."""
-        form, self._at = self._form, at
-        for mark in (form.parameter.partition("{")[0], form.call.rpartition("}")[2], closes, form.closes, *form.begins):
+    def _goes_on(self, closes: re.Match[str], *, is_strict: bool) -> _Waits:
+        """True if a call goes on, or ends, after a mark that closes a value.
+
+        is_strict: whether nothing may be left out, as the value has such marks as text
+        """
+        form, self._at = self._form, closes.end()
+        may_come = (closes[1], form.closes, *form.begins)
+        for mark in (form.parameter.partition("{")[0], form.call.rpartition("}")[2], *(() if is_strict else may_come)):
             if mark and (yield from self._literal(mark)):
                 return True
         return False

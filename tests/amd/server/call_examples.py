@@ -172,6 +172,10 @@ EXAMPLES = [
         for half in ["<function=get_weather><parameter=city>x</parameter> it is"]
         for call in ["<tool_call>\n<function=get-time>\n</function>\n</tool_call>"]
     ),
+    *(
+        Example("qwen3_coder", f"{half}\n{QWEN_XML}", OSLO, half)
+        for half in [QWEN_XML.partition("\n<parameter=days>")[0] + " it </parameter>"]
+    ),
     # Lists as Python writes them, where one is allowed; and a text that is none.
     *(
         Example("glm45", GLM.replace("days", "hours").replace(">3<", f">{written}<"),

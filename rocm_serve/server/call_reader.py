@@ -15,6 +15,8 @@ _NAME = re.compile(r"[A-Za-z0-9_-]*")
 _BLANKS = re.compile(r"\s*")
 # Keys of a function's parameters that a pattern has: it would hold the event loop up for a client's million of them.
 _MOST_KEYS = 128
+# Calls that are begun and given up within a value. Each further one would be read once more.
+_MOST_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class Reader:
         """Takes the next text, and returns the parts that are decided now and were not returned yet."""
         return [text] if text else []
 
-    def finish(self) -> list[Part]:
-        """Returns the rest. The text has ended."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """Returns the rest. The text has ended. is_cut: whether the model would have gone on"""
         return []
 
 
@@ -78,9 +80,10 @@ class AnswerReader(Reader):
         self._calls, self._functions, self._reasoning, self._is_inside = calls, functions, reasoning, is_inside
         self._several = several
         self._held, self._at = "", 0  # text that was not returned yet, and how much of it was read
-        self._has_ended = self._has_called = False
+        self._has_ended = self._is_cut = self._has_called = False
         self._is_fresh = True  # nothing but blanks came since the beginning, or since the last mark
         self._has_mark = self._has_said = False
+        self._joint = ""  # what stands for the marks between two texts
         self._parts: list[Part] = []
         self._steps = self._read()
 
@@ -88,8 +91,8 @@ class AnswerReader(Reader):
         self._held += text
         return self._run()
 
-    def finish(self) -> list[Part]:
-        self._has_ended = True
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        self._has_ended, self._is_cut = True, is_cut
         return self._run()
 
     def _run(self) -> list[Part]:
@@ -108,6 +111,11 @@ class AnswerReader(Reader):
             form = self._reasoning
             marks |= {form.opens: "reasoning"} | dict.fromkeys((form.resumes, form.answers, *form.drops), "drop")
         return {mark: does for mark, does in marks.items() if mark}
+
+    @property
+    def _form(self) -> CallForm:
+        assert self._calls is not None, "a call is read"
+        return self._calls
 
     def _read(self) -> Generator[None, None, None]:
         if self._is_inside:
@@ -133,6 +141,7 @@ class AnswerReader(Reader):
                 yield from self._section()
             elif does == "drop" or self._is_fresh:
                 self._drop(self._at + len(mark))
+                self._joint = "\n" if self._has_said else ""
                 if does == "reasoning":
                     yield from self._think(again=False)
             else:  # a mark of reasoning within a text is a text about it
@@ -150,6 +159,7 @@ class AnswerReader(Reader):
         while (mark := (yield from self._next((form.closes, *implies), as_thought=True))) in implies:
             self._at += len(opens)
             if (yield from self._section(form.closes)):
+                self._marks[form.closes] = "drop"  # a model may still end what its call has ended
                 return
         self._drop(self._at + len(mark) if mark else len(self._held))
 
@@ -181,9 +191,10 @@ class AnswerReader(Reader):
         """Returns the held text up to a place as what it is, not as a call."""
         text, self._held, self._at = self._held[:end], self._held[end:], 0
         if text and not (self._has_called and text.isspace()):
-            self._parts.append(Thought(text) if as_thought else text)
+            self._parts.append(Thought(text) if as_thought else self._joint + text)
             self._is_fresh = False
-            self._has_said = self._has_said or not as_thought
+            if not as_thought:
+                self._has_said, self._joint = True, ""
 
     def _drop(self, end: int, *, stays_fresh: bool = False) -> None:
         self._held, self._at = self._held[end:], 0
@@ -195,14 +206,16 @@ class AnswerReader(Reader):
 
         ends: the mark that ends the thought in which they come, if they do; what was read before it is a thought then
         """
-        form, goes_on, has_called = self._calls, True, False
-        assert form is not None
+        form, goes_on, has_called = self._form, True, False
+        is_opened = self._held[: self._at].strip()
         while goes_on:
             found: _Found = {}
             is_read = yield from self._pattern(form.call, found)
             # Qwen3-Coder and others may leave out the mark after a call, before the end of all or another one.
-            follow = (form.closes, *(form.begins if found.get("parameters") or "json" in found else ()))
-            for mark in filter(None, follow if found.keys() & {"parameters", "json"} else ()):
+            follow = (form.closes, *form.begins) if found.get("parameters") or "json" in found else ()
+            if found.get("parameters") == [] and is_opened:
+                follow = (form.closes,)
+            for mark in filter(None, follow):
                 end = self._at
                 is_read, self._at = is_read or (yield from self._literal(mark)), end
             calls = self._made(found) if is_read else []
@@ -224,12 +237,9 @@ class AnswerReader(Reader):
 
     def _made(self, found: _Found) -> list[Part]:
         """Returns the calls of what was found in a pattern; none if one of them is none."""
-        if "made" in found:
-            made = found["made"]
-        else:
-            schema = self._functions.get(found["name"], {})
-            arguments = found["json"] if "json" in found else from_parameters(found.get("parameters", ()), schema)
-            made = [(found["name"], arguments)]
+        if "parameters" in found:
+            found["json"] = from_parameters(found["parameters"], self._functions[found["name"]])
+        made = found["made"] if "made" in found else [(found["name"], found["json"])]
         known = all(name in self._functions for name, _ in made)
         return [ToolCall(name, arguments) for name, arguments in made] if known else []
 
@@ -255,14 +265,17 @@ class AnswerReader(Reader):
         if hole in ("key", "kind", "any"):
             (end,) = after.split()[:1]
             begin = self._at
-            found[hole] = yield from self._until(end, bounded=True)
-            return found[hole] is not None and not self._has_begun_anew(begin, self._at)
+            found[hole] = yield from self._until(end)
+            return found[hole] is not None and not self._has_begun_anew(begin, self._at + len(end))
         opens = {"calls": "[", "python": "["}.get(hole, "{")
         if not (yield from self._literal(opens)):
             return False
         begin = self._at - 1
-        brackets = _Brackets(self._at, "\"'" if hole == "python" else '"')
+        brackets = _Brackets(self._at, "\"'" if hole == "python" else '"', self._form.begins)
         while (end_of := brackets.end_in(self._held)) < 0:
+            if self._held.startswith(self._form.begins, brackets.seen):
+                self._at = len(self._held[: brackets.seen].rstrip())
+                return False
             if self._has_ended:
                 return False
             yield
@@ -274,23 +287,18 @@ class AnswerReader(Reader):
         return made is not None
 
     def _name(self, found: _Found) -> _Waits:
-        begin = self._blanks_end(self._at)
-        while begin == len(self._held) and not self._has_ended:
-            yield
-            begin = self._blanks_end(self._at)
-        while (end := _end(_NAME, self._held, begin)) == len(self._held) and end - begin < MOST_SHORT:
-            if self._has_ended:
+        while (end := _end(_NAME, self._held, begin := self._blanks_end(self._at))) == len(self._held):
+            if self._has_ended or end - begin >= MOST_SHORT:
                 break
             yield
         found["name"], self._at = self._held[begin:end], end
         return found["name"] in self._functions
 
     def _parameters(self, found: _Found) -> _Waits:
-        assert self._calls is not None
         pairs: list[tuple[str, str, str]] = []
         given: set[str] = set()
-        before = self._calls.parameter.partition("{")[0]
-        head, _, closes = self._calls.parameter.removeprefix(before).partition("{value}")
+        before = self._form.parameter.partition("{")[0]
+        head, _, closes = self._form.parameter.removeprefix(before).partition("{value}")
         marks = self._marks_after_a_value(found["name"])
         while (yield from self._literal(before)):
             one: _Found = {}
@@ -315,26 +323,57 @@ class AnswerReader(Reader):
 
         marks: _marks_after_a_value(); given: keys that the call has, as a parameter with one of them is text
         """
-        form = self._calls
-        assert form is not None
-        ends = form.closes or form.begins[0]  # the text's end may stand for it
-        unopened = self._at
+        ends = self._form.closes or self._form.begins[0]  # the text's end may stand for it
+        unopened, has_own = self._at, False
         while (mark := (yield from self._search(marks, unopened, ends))) is not None:
-            is_text = not mark[1] and not mark[2] and (yield from self._closes_after(mark.end()))
+            if mark[3]:
+                return (yield from self._paired(unopened, mark))
+            goes_on = mark[2] or (mark[1] and (yield from self._goes_on(mark, is_strict=has_own)))
+            others = self._form.begins if mark[1] else ()
+            is_text = not goes_on and (yield from self._closes_after(mark.end(), others))
             if not (mark[1] or is_text) and self._has_begun_anew(unopened, mark.start()):
                 return None
             if not is_text and mark[2] not in given:
-                return mark
-            unopened = mark.end()
+                return None if has_own and not goes_on else mark
+            unopened, has_own = mark.end(), has_own or bool(mark[1])
         return None
 
-    def _closes_after(self, at: int) -> _Waits:
-        """True if the end of a call at `at` is text of a value, whose own mark comes before another parameter."""
-        assert self._calls is not None
-        before, *_, after = HOLE.split(self._calls.parameter)
-        either = re.compile(f"({re.escape(after.strip())})|{re.escape(before)}")
+    def _paired(self, begin: int, call: re.Match[str]) -> Generator[None, None, re.Match[str] | None]:
+        """Returns the mark that closes a value with a call in it, which has marks of its own.
+
+        None if no mark is left for the value: the model has begun anew, or the text is cut within the value and no call
+        of it is one. begin: where the call, or its mark, may begin
+        """
+        before, *_, closes = (re.escape(part.strip()) for part in HOLE.split(self._form.parameter) if part)
+        either, at, depth = re.compile(f"({closes})|{before}"), call.start(), 0
+        while depth < _MOST_DEPTH and (mark := (yield from self._search(either, at))) is not None:
+            if mark[1] and not depth:
+                return mark
+            at, depth = mark.end(), depth + (-1 if mark[1] else 1)
+        ends = HOLE.split(self._form.call)[-1].strip(), self._form.closes.strip() or self._form.begins[0]
+        self._has_begun_anew(begin, call.end())
+        if self._is_cut or (depth < _MOST_DEPTH and not self._held.rstrip().endswith(ends)):
+            self._at = len(self._held)
+        return None
+
+    def _goes_on(self, closes: re.Match[str], *, is_strict: bool) -> _Waits:
+        """True if a call goes on, or ends, after a mark that closes a value.
+
+        is_strict: whether nothing may be left out, as the value has such marks as text
+        """
+        form, self._at = self._form, closes.end()
+        may_come = (closes[1], form.closes, *form.begins)
+        for mark in (form.parameter.partition("{")[0], form.call.rpartition("}")[2], *(() if is_strict else may_come)):
+            if mark and (yield from self._literal(mark)):
+                return True
+        return False
+
+    def _closes_after(self, at: int, others: tuple[str, ...]) -> _Waits:
+        """True if a mark before `at` is text of a value, whose own mark comes before another parameter, or may."""
+        before, *_, after = HOLE.split(self._form.parameter)
+        either = re.compile(f"({re.escape(after.strip())})|{'|'.join(map(re.escape, (before, *others)))}")
         found = yield from self._search(either, at)
-        return found is not None and found[1] is not None
+        return self._is_cut if found is None else found[1] is not None
 
     def _search(self, marks: re.Pattern[str], at: int, ends: str = "") -> Generator[None, None, re.Match[str] | None]:
         """Returns the next mark from `at` on; None if none comes. ends: a text that the text's end stands for"""
@@ -347,8 +386,7 @@ class AnswerReader(Reader):
 
     def _has_begun_anew(self, begin: int, end: int) -> bool:
         """Returns whether another call begins in a part of a call, which is none then. _at is before that other one."""
-        assert self._calls is not None
-        places = (self._held.rfind(each, begin, end) for each in self._calls.begins)
+        places = (self._held.rfind(each, begin, end) for each in self._form.begins)
         if (place := next((each for each in places if each >= 0), -1)) >= 0:
             self._at = len(self._held[:place].rstrip())
         return place >= 0
@@ -357,17 +395,19 @@ class AnswerReader(Reader):
         """Finds the mark that closes a value of a function's parameter, which is group 1, and else what follows it.
 
         Qwen3-Coder and others may leave the mark out before another parameter, whose key is group 2, or the end of a
-        call.
+        call. Group 3 is the mark of another call with a parameter.
         """
-        form = self._calls
-        assert form is not None
+        form = self._form
         before, _, _, after, *_ = HOLE.split(form.parameter)
         keys = [key for key in islice(properties_of(self._functions[name]), _MOST_KEYS) if len(key) <= MOST_SHORT]
         follow = [mark for mark in (form.closes.strip(), *form.begins) if mark]
         closes, ends = (re.escape(each.rpartition("}")[2].strip()) for each in (form.parameter, form.call))
         begins = f"{re.escape(before)}({'|'.join(map(re.escape, keys)) or '(?!)'})"
         begins += r"\s{0,8}".join(map(re.escape, after.split()))
-        return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})")
+        names = f"(?:{'|'.join(map(re.escape, islice(self._functions, _MOST_KEYS)))})"
+        words = [f"({re.escape(form.begins[-1])})", names, *map(re.escape, (*HOLE.split(form.call)[3].split(), before))]
+        call = r"\s{0,8}".join(words)
+        return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})|{call}")
 
     def _literal(self, text: str) -> _Waits:
         """Reads a text, with any number of blanks before each of its words. _at stays if something else comes."""
@@ -385,14 +425,12 @@ class AnswerReader(Reader):
         self._at = at
         return True
 
-    def _until(self, mark: str, *, bounded: bool) -> Generator[None, None, str | None]:
-        """Returns the text before a mark, where _at is then; None if it does not come."""
-        begin = seen = self._at
-        most = MOST_SHORT + len(mark)
-        while (end := self._held.find(mark, seen, begin + most if bounded else None)) < 0:
-            if self._has_ended or (bounded and len(self._held) - begin >= most):
+    def _until(self, mark: str) -> Generator[None, None, str | None]:
+        """Returns the short text before a mark, where _at is then; None if it does not come."""
+        begin, most = self._at, self._at + MOST_SHORT + len(mark)
+        while (end := self._held.find(mark, begin, most)) < 0:
+            if self._has_ended or len(self._held) >= most:
                 return None
-            seen = max(begin, len(self._held) - len(mark) + 1)
             yield
         self._at = end
         return self._held[begin:end]
@@ -409,32 +447,36 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 class _Brackets:
     """Finds the closing bracket in a growing text. It looks at each character once.
 
-    seen:   the place after the opening bracket
+    seen:   the place after the opening bracket; then where the text ends, or a mark begins that is in no text
     quotes: characters that begin and end texts
+    begins: marks of calls. A text in other quotes may have them
     """
 
-    def __init__(self, seen: int, quotes: str) -> None:
-        self._seen, self._quotes, self._depth = seen, quotes, 1
-        self._quote, self._is_escaped = "", False
+    def __init__(self, seen: int, quotes: str, begins: tuple[str, ...]) -> None:
+        self.seen, self._quotes, self._begins, self._depth = seen, quotes, begins, 1
+        self._quote, self._is_escaped, self._firsts = "", False, {mark[0] for mark in begins}
 
     def end_in(self, text: str) -> int:
         """Returns the place after the bracket, or -1 if it has not come. text: extends the last one"""
-        for place in range(self._seen, len(text)):
-            character = text[place]
+        for place in range(self.seen, len(text)):
+            self.seen, character = place, text[place]
             if self._quote:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif character == "\\":
-                    self._is_escaped = True
-                elif character == self._quote:
+                if character == self._quote and not self._is_escaped:
                     self._quote = ""
+                self._is_escaped = character == "\\" and not self._is_escaped
             elif character in self._quotes:
                 self._quote = character
+            elif character in self._firsts and any(
+                each.startswith(text[place : place + len(each)]) for each in self._begins
+            ):
+                return -1
+            elif character == "'":
+                self._firsts = set()
             elif character in "{[(":
                 self._depth += 1
             elif character in "}])":
                 self._depth -= 1
                 if not self._depth:
                     return place + 1
-        self._seen = len(text)
+        self.seen = len(text)
         return -1

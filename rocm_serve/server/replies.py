@@ -197,7 +197,7 @@ class _Read:
         """Reads a piece. Returns the reasoning, the text and the calls that are decided now."""
         found = self.reader.push(said.text)
         if said.finish_reason is not None:
-            found += self.reader.finish()
+            found += self.reader.finish(is_cut=said.finish_reason != "stop")
         calls = [each for each in found if isinstance(each, ToolCall)]
         self.num_calls += len(calls)
         thought = "".join(each.text for each in found if isinstance(each, Thought))

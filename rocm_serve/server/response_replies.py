@@ -72,7 +72,7 @@ class ResponseReplies:
     def _take(self, said: Completion | OutputChunk) -> None:
         parts = self._reader.push(said.text)
         if said.finish_reason is not None:
-            parts += self._reader.finish()
+            parts += self._reader.finish(is_cut=said.finish_reason != "stop")
             self._reason = said.finish_reason
         for part in parts:
             if isinstance(part, ToolCall):

@@ -167,7 +167,7 @@ class ServedModel:
         most = body.max_completion_tokens or body.max_tokens
         constraint, form = constraint or body.constraint, self._reasoning(writer.chat_template)
         if constraint is not None and form is not None:
-            is_inside, is_text = self._is_inside(form, tokens), not body.must_call
+            is_inside, is_text = self._is_inside(form, tokens, body), not body.must_call
             lead = lead_of(form, writer.mark, is_inside=is_inside, is_text=is_text)
             constraint = replace(constraint, lead=lead)
         return await self._requests(body, [tokens], most, self.max_len, salt, constraint)
@@ -193,8 +193,9 @@ class ServedModel:
         reasoning = self._reasoning(template)
         if calls is None and reasoning is None:
             return Reader()
-        is_inside = reasoning is not None and self._is_inside(reasoning, request.prompt_token_ids)
-        functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+        is_inside = reasoning is not None and self._is_inside(reasoning, request.prompt_token_ids, body)
+        tools = (tool["function"] for tool in body.must_call or body.tools_as_template)
+        functions = {tool["name"]: tool["parameters"] for tool in tools}
         several = body.parallel_tool_calls is not False
         return AnswerReader(calls, functions, reasoning, is_inside=is_inside, several=several)
 
@@ -238,9 +239,12 @@ class ServedModel:
             return None
         return reasoning_of(template) if name == AUTO else form_named(name, REASONING_FORMS)
 
-    def _is_inside(self, form: ReasoningForm, prompt: Sequence[int]) -> bool:
-        """True if a prompt ends with the mark that begins reasoning: the answer goes on from there."""
+    def _is_inside(self, form: ReasoningForm, prompt: Sequence[int], body: ChatBody) -> bool:
+        """True if a prompt ends with the mark that begins reasoning, or in it: the answer goes on from there."""
         assert self.tokenizer is not None
+        last = body.messages[-1].as_template
+        if body.rendering(last).goes_on and last["content"].lstrip().startswith(form.opens):
+            return form.closes not in last["content"]
         return self.tokenizer.decode(prompt[-_TOKENS_OF_A_MARK:]).rstrip().endswith(form.opens)
 
     async def _tokens(self, prompt: str | Sequence[int]) -> array[int]:

@@ -149,11 +149,32 @@ EXAMPLES = [
     *(
         Example(name, text.replace("Oslo", f"{quoted}."), [("get_weather", {"city": f"{quoted}.", "days": 3})])
         for name, text, quoted in (
-            ("qwen3_coder", QWEN_XML, "<tool_call>\n<function=get-time>\n</function>\n</tool_call>"),
+            ("qwen3_coder", QWEN_XML, "<tool_call>\n<function=get-time>\n</function>\n</tool_call>\n" * 2),
             ("qwen3_coder", QWEN_XML, "</function>\n</tool_call>"),
             ("minimax_m2", MINIMAX, '<invoke name="get-time">\n</invoke>\n</minimax:tool_call>'),
+            ("qwen3_coder", QWEN_XML, f"{QWEN_XML} {QWEN_XML}"), ("minimax_m2", MINIMAX, MINIMAX), ("glm45", GLM, GLM),
         )
         for text in [text.partition('<invoke name="get-time">')[0]]
+    ),
+    # Its own mark is text too, where no call goes on after it.
+    *(
+        Example(name, text.replace("Oslo", f"a {closes} b"), [("get_weather", {"city": f"a {closes} b", "days": 3})])
+        for name, text, closes in (
+            ("qwen3_coder", QWEN_XML, "</parameter>"),
+            ("glm45", GLM, "</arg_value>"),
+            ("minimax_m2", MINIMAX.partition('<invoke name="get-time">')[0], "</parameter>"),
+        )
+    ),
+    Example("glm45", GLM.replace("days", "hours").replace(">3<", '>["</arg_value>"]<'),
+            [("get_weather", {"city": "Oslo", "hours": ["</arg_value>"]})]),
+    *(
+        Example("qwen3_coder", f"{half}.\n{call} A </parameter>.", BOTH[1:], f"{half}. A </parameter>.")
+        for half in ["<function=get_weather><parameter=city>x</parameter> it is"]
+        for call in ["<tool_call>\n<function=get-time>\n</function>\n</tool_call>"]
+    ),
+    *(
+        Example("qwen3_coder", f"{half}\n{QWEN_XML}", OSLO, half)
+        for half in [QWEN_XML.partition("\n<parameter=days>")[0] + " it </parameter>"]
     ),
     # Lists as Python writes them, where one is allowed; and a text that is none.
     *(
@@ -206,11 +227,16 @@ EXAMPLES = [
     ),
     *(
         Example("glm45", f"{half}</think>I look.{GLM}", OSLO, "I look.", half, "glm45", is_inside=True)
-        for half in [GLM.partition("Oslo")[0] + "is how."]
+        for half in (GLM.partition("Oslo")[0] + "is how.", "<tool_call>f<arg_key>a</arg_key><arg_value>is how.")
     ),
+    # A thought that a call has ended may have its mark all the same, and a text as JSON may name it.
+    Example("kimi_k2", f"<think>Hm. {KIMI}</think>I look.", BOTH, "I look.", "Hm.", "kimi_k2"),
+    Example("kimi_k2", f"<think>Hm. {KIMI}".replace("Oslo", "</think>"),
+            [("get_weather", {"city": "</think>", "days": 3}), *BOTH[1:]], "", "Hm.", "kimi_k2"),
     Example("glm45", f"{GLM}<think>A <tool_call> is.</think>So.", OSLO, "So.", "A <tool_call> is.", "glm45"),
     Example("glm45", f"{GLM}\n<tool_call>get-time\n</tool_call>", BOTH),
     Example("glm47", GLM.replace("\n", "") + "<tool_call>get-time</tool_call>", BOTH, functions={**FUNCTIONS}),
+    Example("minimax_m2", '<minimax:tool_call>\n<invoke name="f"></minimax:tool_call>', [("f", {})]),
     Example("minimax_m2", f"Hm.\n</think>\n\n{MINIMAX}", BOTH, "", "Hm.", "minimax_m2", is_inside=True),
     Example(
         "minimax_m2",
@@ -242,8 +268,25 @@ EXAMPLES = [
             ("mistral", "[TOOL_CALLS]f", '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3}'),
             ("glm45", "<tool_call>f<arg_key>", GLM),
             ("minimax_m2", '<invoke name="f"><parameter name="', MINIMAX.partition('<invoke name="get-time">')[0]),
+            ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nIt", f"{QWEN_XML}\n"),
+            ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>", GLM),
+            ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a", QWEN_XML),
             ("kimi_k2", "<|tool_call_begin|>functions.f:", KIMI.partition("<|tool_call_begin|>functions.get-time")[0]),
             ("openai", "to=functions.f", OSS),
+            # Half an object is given up where another call begins, and not within a text.
+            ("openai", OSS.partition('"Oslo"')[0], OSS),
+            ("hermes", HERMES.partition('"Oslo"')[0], HERMES),
+            ("mistral", "[TOOL_CALLS]f[ARGS]{", '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3}'),
+            ("mistral_v3", '[TOOL_CALLS] [{"name": "f"',
+             '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}]'),
+            ("lfm2", "<|tool_call_start|>[f(", "<|tool_call_start|>[get_weather(city='Oslo', days=3)]"),
+            *(
+                (name, text.partition('"Oslo"')[0], text.rpartition(begins)[0])
+                for name, text, begins in (
+                    ("kimi_k2", KIMI, "<|tool_call_begin|>"), ("deepseek_v3", DEEPSEEK_3, "\n<｜tool▁call▁begin｜>"),
+                    ("deepseek_v31", DEEPSEEK_31, "<｜tool▁call▁begin｜>"),
+                )
+            ),
         )
     ),
     Example("mistral", '[THINK]Hm.[/THINK]I look.[TOOL_CALLS]get-time[ARGS]{}', BOTH[1:], "I look.", "Hm.", "mistral"),
@@ -277,6 +320,14 @@ EXAMPLES = [
     ),
     Example("openai", f"{OSS_THOUGHT}<|channel|>final<|message|>Cold.<|return|>", [], "Cold.", "They ask of Oslo.",
             "gpt-oss"),
+    Example(
+        "openai",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>Cold.<|return|>",
+        [],
+        "I look.\nCold.",
+        "",
+        "gpt-oss",
+    ),
     Example("llama3_json", '{"name": "get_weather", "parameters": {"city": "Oslo", "days": 3}}', OSLO),
     Example("llama3_json", '<|python_tag|>{"name": "get-time", "parameters": {}}', BOTH[1:]),
     Example("pythonic", "[get_weather(city='Oslo', days=3), f(a=[1, {'b': None}], c=-1.5, d=true)]",
@@ -330,6 +381,7 @@ EXAMPLES = [
                 f'<tool_call>{{"name": "f", "arguments": {{"x": {"9" * 4301}}}}}',
                 '<tool_call>{"name": ["f"]}</tool_call>', '<tool_call>{"name": 7}</tool_call>',
                 '<tool_call>{"name": "f" "b"}</tool_call>', '<tool_call>{"name": "f", "args": {"x": 1}}</tool_call>',
+                f"<tool_call>{{'name': 'f', 'arguments': {{'t': '{HERMES}'}}}}</tool_call>",
             )),
             *(("llama3_json", text) for text in (
                 "<|python_tag|>", "<|python_tag|> ", "<|python_tag|>print(1)", ' <|python_tag|> {"name": "b"}', "<|pyt",
@@ -340,9 +392,19 @@ EXAMPLES = [
             ("qwen3_coder", QWEN_XML.removesuffix("</function>\n</tool_call>")),
             ("qwen3_coder", "It writes <function=launch> <function=f> <function=f> and <function="),
             ("qwen3_coder", QWEN_XML.partition("Oslo")[0]),
+            *(
+                ("qwen3_coder", QWEN_XML.replace("Oslo\n</parameter>", f"Oslo\n</parameter>{junk}"))
+                for junk in (" it is", "\n</parameter>")
+            ),
+            # A call in a value that is cut is none.
+            *(
+                (name, text.replace("Oslo", f"{text} it is").partition(" is")[0])
+                for name, text in (("qwen3_coder", QWEN_XML), ("glm45", GLM))
+            ),
             ("glm45", "<tool_call>get_weather is a name"),
             ("glm45", GLM.removesuffix("</tool_call>")),
             ("minimax_m2", "<minimax:tool_call>\n<invoke>"),
+            ("minimax_m2", 'It writes <invoke name="f"></minimax:tool_call>'),
             ("kimi_k2", KIMI.replace('{"city"', '{"city')),
             ("deepseek_v3", DEEPSEEK_31),
             ("deepseek_v31", DEEPSEEK_3),

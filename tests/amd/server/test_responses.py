@@ -7,7 +7,12 @@ from typing import Any
 import openai
 import pytest
 
+from rocm_serve.request import Completion, FinishReason
 from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.server.call_reader import Part, Reader
+from rocm_serve.server.emitted_tokens import EmittedTokens
+from rocm_serve.server.replies import ChatReplies, Usage
+from rocm_serve.server.response_replies import ResponseReplies
 from rocm_serve.server.responses_body import ResponsesBody
 from rocm_serve.server.unserved import OF_RESPONSES
 from rocm_serve.text.chat_template import ChatTemplate
@@ -117,6 +122,24 @@ def test_reasoning_comes_as_an_item_of_its_own(thinker: Running, monkeypatch: py
     answer = ask(thinker)
     assert reported(answer) == ("completed", [["reasoning", "Two and two."], ["message", "Four."]])
     assert answer.usage.output_tokens_details.reasoning_tokens == len("Two and two.")
+
+
+@pytest.mark.parametrize(
+    ("before", "thought", "said"),
+    [
+        ("<think>\nOne", "and two.", "Four."),
+        ("<think>\nOne.</think>", "", "and two.</think>\n\nFour."),
+        ("The mark <think>", "and two.", "Four."),
+        ("The mark <think> is", "", "and two.</think>\n\nFour."),
+    ],
+)
+def test_an_answer_that_the_client_has_begun_goes_on_in_its_thought(
+    before: str, thought: str, said: str, thinker: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced(monkeypatch, "and two.</think>\n\nFour.")
+    begun = [{"role": "user", "content": "?"}, {"role": "assistant", "content": before}]
+    answer = ask(thinker, input=begun, extra_body={"continue_final_message": True})
+    assert reported(answer)[1] == [*([["reasoning", thought]] if thought else []), ["message", said]]
 
 
 def test_the_token_before_a_text_is_no_token_of_the_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,3 +257,20 @@ def test_fields_of_sampling_are_those_of_a_conversation(server: Running) -> None
     expected = post(server, chat, "/v1/chat/completions").json["choices"][0]["message"]["content"]
     answer = post(server, {**fields, "input": "?", "max_output_tokens": 12}, PATH).json
     assert answer["output"][0]["content"][0]["text"] == expected
+
+
+@pytest.mark.parametrize(("reason", "is_cut"), [("stop", False), ("length", True), ("abort", True)])
+def test_the_reader_learns_whether_the_text_is_cut(reason: FinishReason, is_cut: bool) -> None:
+    """A call without its last marks is one only where the model has ended it."""
+    learnt = []
+
+    class Ended(Reader):
+        def finish(self, *, is_cut: bool = False) -> list[Part]:
+            learnt.append(is_cut)
+            return []
+
+    done, usage = Completion((1,), (2,), "a", reason), Usage(1, 1, 0)
+    ChatReplies(NAME, EmittedTokens(None), Ended).whole([done], usage)
+    asked = ResponsesBody.model_validate({"model": NAME, "input": "?"})
+    ResponseReplies(NAME, asked, Sampling(), Ended, len).whole([done], usage)
+    assert learnt == [is_cut] * 2

@@ -112,6 +112,15 @@ def test_what_is_no_call_of_a_function_that_there_is_stays_text(
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
 
 
+def test_no_function_is_called_but_the_one_that_must_be(
+    servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thought is free text, in which a model may call another one."""
+    forced(monkeypatch, CALL["hermes"])
+    (choice,) = ask(servers["hermes"], tool_choice={"type": "function", "function": {"name": "get-time"}})
+    assert (choice.message.content, choice.message.tool_calls) == (CALL["hermes"], None)
+
+
 def test_words_and_several_calls_come_together(servers: dict[str, Running], monkeypatch: pytest.MonkeyPatch) -> None:
     second = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
     forced(monkeypatch, f"I look. \n{CALL['hermes']}\n{second}\n")

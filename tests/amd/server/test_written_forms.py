@@ -24,8 +24,9 @@ from rocm_serve.server.served_model import ServedModel
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 from rocm_serve.text.written_forms import CALL_FORMS, MARK, REASONING_FORMS, form_named
+from tests.amd.noted import noted
 from tests.amd.runner.small_tokenizers import of_bytes
-from tests.amd.server.call_examples import EXAMPLES, FUNCTIONS, GLM, OSLO, Calls, Example
+from tests.amd.server.call_examples import EXAMPLES, FUNCTIONS, GLM, OSLO, QWEN_XML, Calls, Example
 from tests.amd.server.tool_models import TEMPLATES
 
 BY_NAME = {f"{place}-{example.calls_in}": example for place, example in enumerate(EXAMPLES)}
@@ -77,19 +78,39 @@ def test_every_row_has_an_example_and_every_name_one_row() -> None:
         assert len(names) == len(set(names))
 
 
-def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("half", ['<tool_call>{"a": ', "<tool_call>{ "])
+def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that went back to each mark would look at each character a thousand times."""
     looked_at, end_in = 0, _Brackets.end_in
 
     def counted(brackets: _Brackets, text: str) -> int:
         nonlocal looked_at
-        looked_at += len(text) - brackets._seen
-        return end_in(brackets, text)
+        looked_at -= brackets.seen
+        end = end_in(brackets, text)
+        looked_at += brackets.seen
+        return end
 
     monkeypatch.setattr(_Brackets, "end_in", counted)
-    example = Example("hermes", '<tool_call>{"a": ' * 1000, [])
+    example = Example("hermes", half * 1000, [])
     assert found_in(example, [example.text]) == ("", example.text, [])
     assert 0 < looked_at <= len(example.text)
+
+
+@pytest.mark.parametrize("quoted", [QWEN_XML, "</function>\n</tool_call>"])
+def test_a_call_that_is_cut_where_its_text_quotes_one_is_none(quoted: str) -> None:
+    """A model that has ended by itself has left out a mark, or has begun anew."""
+    text = QWEN_XML.partition("Oslo")[0] + quoted
+    for is_cut in (False, True):
+        reader = AnswerReader(form_named("qwen3_coder", CALL_FORMS), FUNCTIONS)
+        parts = [*reader.push(text), *reader.finish(is_cut=is_cut)]
+        assert any(isinstance(part, ToolCall) for part in parts) != is_cut
+
+
+def test_calls_that_are_given_up_within_values_are_read_a_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = noted(monkeypatch, AnswerReader, "_search")
+    half = "<function=get_weather><parameter=city><function=f><parameter=a></parameter>"
+    found_in(Example("qwen3_coder", half * 300, []), [half * 300])
+    assert 300 < len(searches) < 300 * 30
 
 
 def test_an_escape_outside_of_a_text_begins_none() -> None:

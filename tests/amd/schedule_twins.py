@@ -6,7 +6,15 @@ from itertools import accumulate
 
 import numpy as np
 
-from rocm_attn.kernels.attention.cuts import CLASS_BITS, CLASS_KEYS_LOG2, DecodeCut, ExtendCut, RowSharing
+from rocm_attn.kernels.attention.cuts import (
+    BLOCK_WORDS,
+    CLASS_BITS,
+    CLASS_KEYS_LOG2,
+    SHARE_WORDS,
+    DecodeCut,
+    ExtendCut,
+    RowSharing,
+)
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 
 
@@ -79,6 +87,17 @@ def visible_blocks(kv_len: int, cut: DecodeCut) -> range:
     return range(first_key // cut.key_block, -(-kv_len // cut.key_block))
 
 
+def as_in_the_twin(words: list[int], cut: ExtendCut) -> list[int]:
+    """Returns a device's words, with 0 where those of `extend_schedule` have no meaning."""
+    shares = len(words) - cut.sharing.programs * SHARE_WORDS
+    for first in range(0, shares, BLOCK_WORDS):
+        words[first + 5] = 0
+    for first in range(shares, len(words), SHARE_WORDS):
+        if words[first + 3] == 0:
+            words[first : first + 6] = [0] * 6
+    return words
+
+
 def extend_schedule(
     kv_len: Sequence[int], q_len: Sequence[int], cut: ExtendCut, num_tokens: int, left_out: Collection[int] = ()
 ) -> list[int]:
@@ -86,7 +105,8 @@ def extend_schedule(
 
     left_out: sequences that are not listed
 
-    In a program without work only its work, the share and the cut have a meaning; the others are 0 here.
+    In a program without work only its work, the share and the cut have a meaning; the others are 0 here. So is the
+    sixth word of a block, which the kernel does not write.
     """
     block_len, sharing = cut.query_tokens, cut.sharing
     # reach, sequence, first token, tokens, kv_index, keys

@@ -35,7 +35,7 @@ from tests.amd.kernels.attention_cases import (
     run_shared_extend,
     with_features,
 )
-from tests.amd.schedule_twins import extend_schedule
+from tests.amd.schedule_twins import as_in_the_twin, extend_schedule
 
 # A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
 RAGGED = Case(kv_len=[45, 0, 17, 33, 1, 12], q_len=[13, 0, 17, 2, 1, 0], tail=3)
@@ -244,7 +244,7 @@ def test_rows_may_be_cut_alike(
     words = tensors.extend_args(cut).schedule.tolist()
     assert words[SHARE_SIZE.value - SHARE_WORDS] == size, "of a share, or of an equal part"
     expected = extend_schedule(case.kv_len, case.q_len, cut, tensors.q.shape[0])
-    assert without_idle_words([*words, 0, 0, 0], cut) == [*expected, 0, 0, 0]
+    assert as_in_the_twin(words, cut) == expected
     run_extend(tensors, tiles=tiles, sharing=sharing)
     assert_served(tensors)
 
@@ -329,17 +329,6 @@ def test_the_twin_cuts_large_steps_into_groups(kernel_device: torch.device, monk
     assert_serves(run_extend_twin, replace(RAGGED, heads=(4, 2), dims=(32, 32)), kernel_device)
 
 
-def without_idle_words(words: list[int], cut: ExtendCut) -> list[int]:
-    """Returns words in which idle shares hold only their size and the cut, and blocks no sixth word, as in the twin."""
-    shares = len(words) - 3 - cut.sharing.programs * SHARE_WORDS
-    for first in range(0, shares, BLOCK_WORDS):
-        words[first + 5] = 0
-    for first in range(shares, len(words) - 3, SHARE_WORDS):
-        if words[first + 3] == 0:
-            words[first : first + 6] = [0] * 6
-    return words
-
-
 BY_SEGMENTS = RowSharing(
     programs=7, rows=2, row_keys=20, split_keys=1, gain=4, least_keys=32, most_keys=300, segment_len=32
 )
@@ -400,7 +389,9 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
     schedule = torch.full((cut.words(num_tokens, num_seqs) + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
     launch_extend_schedule(queries_of(kv_len, q_len, num_tokens, kernel_device), schedule, cut)
     expected = extend_schedule(kv_len, q_len, cut, num_tokens)
-    assert without_idle_words(schedule.tolist(), cut) == [*expected, *[GARBAGE] * 3]
+    *words, a, b, c = schedule.tolist()
+    assert as_in_the_twin(words, cut) == expected
+    assert {a, b, c} == {GARBAGE}
 
 
 @pytest.mark.parametrize("sequences", Sequences)
@@ -419,7 +410,9 @@ def test_a_schedule_leaves_out_sequences_with_cells_or_without(
     cells = torch.tensor(first_cell, dtype=torch.int32, device=kernel_device)
     launch_extend_schedule(queries_of(kv_len, q_len, 90, kernel_device), schedule, cut, cells)
     expected = extend_schedule(kv_len, q_len, cut, 90, left_out)
-    assert without_idle_words(schedule.tolist(), cut) == [*expected, *[GARBAGE] * 3]
+    *words, a, b, c = schedule.tolist()
+    assert as_in_the_twin(words, cut) == expected
+    assert {a, b, c} == {GARBAGE}
 
 
 def test_the_list_holds_any_split_of_the_padded_tokens() -> None:

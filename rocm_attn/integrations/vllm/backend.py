@@ -170,6 +170,11 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
                 "the model denoises blocks (diffusion_config), next to prompts that are causal in the same step; "
                 "choose another attention backend for this model"
             )
+        if getattr(vllm_config.model_config, "rswa_window", None) is not None:  # 0.26 does not ask a backend for it
+            raise Unsupported(
+                "the model has reference sliding windows (rswa_window), outside of which a new token sees the prompt "
+                "alone, and no kernel here has them; choose another attention backend for this model"
+            )
         cache = CacheTerms(
             kv_cache_spec.block_size,
             getattr(kv_cache_spec, "head_size_v", None) or kv_cache_spec.head_size,

@@ -33,6 +33,7 @@ from rocm_attn.integrations.sglang.seen import (
     RadixAttentionView,
     ReqToTokenView,
     Runner,
+    has_own_scales,
     slot_map,
 )
 from rocm_attn.integrations.sglang.steps import StepMaker, as_sglang_makes_it, has_tree
@@ -105,9 +106,11 @@ class AttentionHooks:
         self.on_fault = serving.on_fault
         self._serving, self._own_table = serving, table
         self._device = torch.device(runner.device)
-        if getattr(self.token_to_kv_pool, "is_quantized_kv_cache", False):
-            name = type(self.token_to_kv_pool).__name__
-            raise Unsupported(f"the pool {name} keeps K and V in four bits, which no kernel here reads")
+        if has_own_scales(self.token_to_kv_pool):
+            raise Unsupported(
+                f"the pool {type(self.token_to_kv_pool).__name__} keeps K and V in four bits or in MXFP8, with scales "
+                "of a few elements each, which no kernel here reads; set --kv-cache-dtype bfloat16"
+            )
         self._layers = ModelLayers(
             runner,
             self._served(runner),

@@ -172,7 +172,7 @@ class AttentionHooks:
             guards=serving.guards,
             agree=serving.agree,
         )
-        self._is_sealed, self._sealed_tokens = False, 0
+        self._sealed_tokens = 0
         self._tables_seen = table, slot_map(self.token_to_kv_pool)
         images = ImageSpans(self._device) if self._layers.see_images else CausalImages()
         self._steps = StepMaker(num_seqs, attention.tables.max_kv_len, self._device, images)
@@ -238,7 +238,7 @@ class AttentionHooks:
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_: object, **__: object) -> None:
         """Fixes the memory that graphs read, with room for this many sequences and tokens. Raises NeverFits."""
-        if self._is_sealed:
+        if self.attention.gate.is_sealed:
             bounds = self.attention.bounds
             if max_bs > bounds.num_seqs or max_num_tokens > self._sealed_tokens:
                 raise NeverFits(
@@ -253,7 +253,7 @@ class AttentionHooks:
         if self._serving.with_trees:
             self.mask_cells = self._mask_of(max(max_bs, 1), tokens)
         self.attention.seal(replace(bounds, num_seqs=max(max_bs, 1), num_tokens=tokens))
-        self._is_sealed, self._sealed_tokens = True, tokens
+        self._sealed_tokens = tokens
 
     def _mask_of(self, num_seqs: int, num_tokens: int) -> Tensor:
         """Makes room for the mask of this many sequences' drafts, sized as in SGLang: for the context plus the drafts.

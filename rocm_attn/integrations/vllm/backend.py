@@ -229,9 +229,8 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         """Begins a step.
 
         fast_build:        whether it is one of a draft model
-        common_prefix_len: not read. vLLM 0.26 counts tokens that all requests have in common, for builders that ask for
-                           it (use_cascade_attention) to attend to them once for all; from 0.32 on it is 0. Block tables
-                           and lengths are those of whole requests either way, so what tokens see is the same
+        common_prefix_len: not read. vLLM 0.26 counts tokens that all requests share, for builders with cascades. Block
+                           tables and lengths are those of whole requests, so what tokens see is the same
         """
         # A draft is no token of an image, even if the prompt has one in its place.
         is_draft = fast_build and common_attn_metadata.max_query_len <= 1

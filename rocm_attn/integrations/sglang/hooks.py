@@ -33,6 +33,7 @@ from rocm_attn.integrations.sglang.seen import (
     RadixAttentionView,
     ReqToTokenView,
     Runner,
+    has_own_scales,
     slot_map,
 )
 from rocm_attn.integrations.sglang.steps import StepMaker, as_sglang_makes_it, has_tree
@@ -105,9 +106,11 @@ class AttentionHooks:
         self.on_fault = serving.on_fault
         self._serving, self._own_table = serving, table
         self._device = torch.device(runner.device)
-        if getattr(self.token_to_kv_pool, "is_quantized_kv_cache", False):
-            name = type(self.token_to_kv_pool).__name__
-            raise Unsupported(f"the pool {name} keeps K and V in four bits, which no kernel here reads")
+        if has_own_scales(self.token_to_kv_pool):
+            raise Unsupported(
+                f"the pool {type(self.token_to_kv_pool).__name__} keeps K and V in four bits or in MXFP8, with scales "
+                "of a few elements each, which no kernel here reads; set --kv-cache-dtype bfloat16"
+            )
         self._layers = ModelLayers(
             runner,
             self._served(runner),
@@ -169,7 +172,7 @@ class AttentionHooks:
             guards=serving.guards,
             agree=serving.agree,
         )
-        self._is_sealed, self._sealed_tokens = False, 0
+        self._sealed_tokens = 0
         self._tables_seen = table, slot_map(self.token_to_kv_pool)
         images = ImageSpans(self._device) if self._layers.see_images else CausalImages()
         self._steps = StepMaker(num_seqs, attention.tables.max_kv_len, self._device, images)
@@ -235,7 +238,7 @@ class AttentionHooks:
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_: object, **__: object) -> None:
         """Fixes the memory that graphs read, with room for this many sequences and tokens. Raises NeverFits."""
-        if self._is_sealed:
+        if self.attention.gate.is_sealed:
             bounds = self.attention.bounds
             if max_bs > bounds.num_seqs or max_num_tokens > self._sealed_tokens:
                 raise NeverFits(
@@ -250,7 +253,7 @@ class AttentionHooks:
         if self._serving.with_trees:
             self.mask_cells = self._mask_of(max(max_bs, 1), tokens)
         self.attention.seal(replace(bounds, num_seqs=max(max_bs, 1), num_tokens=tokens))
-        self._is_sealed, self._sealed_tokens = True, tokens
+        self._sealed_tokens = tokens
 
     def _mask_of(self, num_seqs: int, num_tokens: int) -> Tensor:
         """Makes room for the mask of this many sequences' drafts, sized as in SGLang: for the context plus the drafts.

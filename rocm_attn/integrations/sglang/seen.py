@@ -177,6 +177,13 @@ def has_records(pool: KVPoolView) -> bool:
     return bool(getattr(pool, "dsa_kv_cache_store_fp8", False))
 
 
+def has_own_scales(pool: KVPoolView) -> bool:
+    """True for a pool with memory for scales, or with such a part: of layers with a window, or next to states."""
+    parts = (pool, *(getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")))
+    names = "k_scale_buffer", "kv_scale_buffer"
+    return any(getattr(part, name, None) is not None for part in parts for name in names)
+
+
 def slot_map(pool: KVPoolView) -> Tensor | None:
     """Returns int64 [slots]: slot of the full pool -> slot of the pool of windowed layers; None for a single pool."""
     found: Tensor | None = getattr(pool, "full_to_swa_index_mapping", None) if _has_windows(pool) else None

@@ -170,6 +170,11 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
                 "the model denoises blocks (diffusion_config), next to prompts that are causal in the same step; "
                 "choose another attention backend for this model"
             )
+        if getattr(vllm_config.model_config, "rswa_window", None) is not None:  # 0.26 does not ask a backend for it
+            raise Unsupported(
+                "the model has reference sliding windows (rswa_window), outside of which a new token sees the prompt "
+                "alone, and no kernel here has them; choose another attention backend for this model"
+            )
         cache = CacheTerms(
             kv_cache_spec.block_size,
             getattr(kv_cache_spec, "head_size_v", None) or kv_cache_spec.head_size,
@@ -224,9 +229,8 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         """Begins a step.
 
         fast_build:        whether it is one of a draft model
-        common_prefix_len: not read. vLLM 0.26 counts tokens that all requests have in common, for builders that ask for
-                           it (use_cascade_attention) to attend to them once for all; from 0.32 on it is 0. Block tables
-                           and lengths are those of whole requests either way, so what tokens see is the same
+        common_prefix_len: not read. vLLM 0.26 counts tokens that all requests share, for builders with cascades. Block
+                           tables and lengths are those of whole requests, so what tokens see is the same
         """
         # A draft is no token of an image, even if the prompt has one in its place.
         is_draft = fast_build and common_attn_metadata.max_query_len <= 1

@@ -179,7 +179,6 @@ class KVGroup:
         self._recorder = recorder_for(device)
         self._attention: ExternalAttention | None = None
         self._table_at: tuple[int, tuple[int, ...]] = (0, ())
-        self._is_sealed = False
 
     @property
     def attention(self) -> ExternalAttention:
@@ -235,12 +234,10 @@ class KVGroup:
                 f"{known.shape.max_q_len} and {shape.max_q_len} tokens each, and a step does not say which one it "
                 "replays; set another cudagraph_mode"
             )
-        self._attention_over(common.block_table_tensor)
-        if not self._is_sealed:
-            self.attention.seal()
-            self._is_sealed = True
-        slots = self._slots(common, shape) if self._checks_slots else None
         attention, mask = self._renewed(common), self._captured_mask(shape)
+        if not attention.gate.is_sealed:
+            attention.seal()
+        slots = self._slots(common, shape) if self._checks_slots else None
         attention.begin(external_step(common, shape, common.seq_lens, 0, True, mask))
         if known is None:
             fill = attention.record_fill(self._recorder, slots)

@@ -534,7 +534,16 @@ def test_drafts_of_a_block_see_each_other_eagerly_and_in_a_graph(provider: str, 
 
 
 def four_bits(engine: Engine) -> None:
-    engine.pool.is_quantized_kv_cache = True
+    engine.pool.k_scale_buffer = [torch.ones(1)]
+
+
+def four_bits_of_latent_rows(engine: Engine) -> None:
+    engine.pool.kv_scale_buffer = [torch.ones(1)]
+
+
+def four_bits_in_a_part(engine: Engine) -> None:
+    """The pool of a hybrid model and that of windows have pools of layers, and say nothing of scales themselves."""
+    engine.pool.full_kv_pool = SimpleNamespace(k_scale_buffer=[torch.ones(1)])
 
 
 def prompts_in_parts(engine: Engine) -> None:
@@ -558,7 +567,9 @@ def no_layers(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("fields", "change", "said"),
     [
-        ({}, four_bits, "keeps K and V in four bits, which no kernel here reads"),
+        ({}, four_bits, "keeps K and V in four bits or in MXFP8.*; set --kv-cache-dtype bfloat16"),
+        ({}, four_bits_of_latent_rows, "keeps K and V in four bits"),
+        ({}, four_bits_in_a_part, "keeps K and V in four bits"),
         ({"is_encoder": True}, prompts_in_parts, "a prompt may come in parts; use --chunked-prefill-size -1 and"),
         ({"is_encoder": True}, text_after_a_prefix, "layer 0: text after prompts that are not causal is not served"),
         (

@@ -225,6 +225,13 @@ def test_a_model_of_whose_requests_only_some_are_causal_in_a_step_is_refused_at_
         ours.RocmAttnBuilder(spec(), ["layer"], config, CPU)
 
 
+def test_reference_sliding_windows_are_refused_at_the_start(ours: Any) -> None:
+    """Unlimited OCR: vLLM takes blocks back between a prompt and a window. Its release 0.26 asks no backend for it."""
+    config = Config({"layer": gqa_layer(ours.RocmAttnImpl)}, model={"rswa_window": 8})
+    with pytest.raises(Unsupported, match="the model has reference sliding windows"):
+        ours.RocmAttnBuilder(spec(), ["layer"], config, CPU)
+
+
 @pytest.mark.parametrize(("scale", "shared"), [([0.5, 2.0], Scales.HEAD), (1.0, Scales.LAYER)])
 def test_heads_have_scales_of_their_own_if_vllm_has_loaded_such(scale: Any, shared: Scales, ours: Any) -> None:
     assert ours.RocmAttnBackend.supports_per_head_quant_scales()

@@ -124,12 +124,14 @@ class Config:
 
     ranks:      parallel_config, its names and sizes
     has_images: whether tokens of images see each other
+    model:      more of the config of a model
     text:       more of the config of a model's text part
     """
 
     layers: dict[str, Any]
     ranks: dict[str, int] = field(default_factory=dict)
     has_images: bool = False
+    model: dict[str, Any] = field(default_factory=dict)
     text: dict[str, Any] = field(default_factory=dict)
     diffusion_config: object = None
 
@@ -143,9 +145,8 @@ class Config:
     def model_config(self) -> Any:
         """The config of a small model whose indexer selects TOP keys."""
         chosen = SimpleNamespace(index_topk=TOP, index_n_heads=4, index_head_dim=DIM, **self.text)
-        return SimpleNamespace(
-            dtype=torch.float32, max_model_len=64, hf_text_config=chosen, is_mm_prefix_lm=self.has_images
-        )
+        own = {"dtype": torch.float32, "max_model_len": 64, "is_mm_prefix_lm": self.has_images}
+        return SimpleNamespace(hf_text_config=chosen, **own, **self.model)
 
     attention_config = SimpleNamespace(use_non_causal=False)
     scheduler_config = SimpleNamespace(

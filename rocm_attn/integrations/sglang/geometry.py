@@ -190,7 +190,10 @@ class ModelLayers:
         if problem.kv_scales is Scales.GROUP:
             coded = EnginePages(None, None, problem.page_format)
         elif problem.kv_encoding is not KVEncoding.LIKE_Q:
-            scales = (1.0, 1.0) if self.is_latent else (layer.k_scale_float or 1.0, layer.v_scale_float or 1.0)
+            scales = 1.0, 1.0
+            if not self.is_latent:
+                of_k, of_v = layer.k_scale_float or layer.k_scale, layer.v_scale_float or layer.v_scale
+                scales = float(of_k or 1.0), float(of_v or 1.0)
             k_scale, v_scale = (torch.tensor([scale], dtype=torch.float32, device=owner.device) for scale in scales)
             coded = EnginePages(k_scale, v_scale, problem.page_format)
         return EngineLayerPages(k, v, coded)

@@ -16,7 +16,7 @@ class RadixAttentionView(Protocol):
 
     sliding_window_size: previous keys that a query sees in addition to its own; -1: all
     v_head_dim:          kv_lora_rank for latent attention
-    k_scale_float:       the scale of eight-bit codes; None: 1
+    k_scale_float:       the scale of eight-bit codes; None: k_scale, from the file of --quantization-param-path, or 1
     """
 
     layer_id: int
@@ -35,6 +35,8 @@ class RadixAttentionView(Protocol):
     attn_type: Any
     k_scale_float: float | None
     v_scale_float: float | None
+    k_scale: Any
+    v_scale: Any
 
 
 class IndexerModule(Protocol):

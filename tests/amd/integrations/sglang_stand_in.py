@@ -62,6 +62,8 @@ class RadixAttention(nn.Module):
         self.logit_capping_method, self.pos_encoding_mode = "tanh", "NONE"
         self.is_cross_attention = self.use_irope = False
         self.attn_type = SimpleNamespace(value="decoder")
+        self.k_scale: float | None = None
+        self.v_scale: float | None = None
         self.k_scale_float: float | None = None
         self.v_scale_float: float | None = None
         self.xai_temperature_len = -1.0
@@ -350,8 +352,8 @@ class Engine:
             first = 0
             for request, count in zip(requests, step.new, strict=True):
                 here = slice(first, first + count)
-                k = self.decoded(step.k[place][here], layer.k_scale_float)
-                v = self.decoded(step.v[place][here], layer.v_scale_float)
+                k = self.decoded(step.k[place][here], layer.k_scale_float or layer.k_scale)
+                v = self.decoded(step.v[place][here], layer.v_scale_float or layer.v_scale)
                 before = self.stored.get((place, request.row), (k[:0], v[:0]))
                 self.stored[place, request.row] = tuple(  # type: ignore[assignment]  # two of them
                     np.concatenate([old[: request.kv_len], fresh]) for old, fresh in zip(before, (k, v), strict=True)

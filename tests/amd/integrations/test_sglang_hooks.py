@@ -236,13 +236,15 @@ def test_a_table_of_branches_refuses_more_than_it_has_room_for() -> None:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("scale", [None, 0.5])
-@pytest.mark.parametrize("is_latent", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"is_latent": True}, {"k_scale_float": 0.3, "v_scale_float": 0.7}, {"k_scale": 0.3, "v_scale": 0.3}],
+    ids=["none", "latent", "of the weights", "of a file"],
+)
 def test_eight_bit_pages_are_read_with_the_layers_scales(
-    is_latent: bool, scale: float | None, provider: str, device: torch.device
+    more: dict[str, Any], provider: str, device: torch.device
 ) -> None:
-    scale_values: dict[str, Any] = {} if is_latent else {"k_scale_float": scale, "v_scale_float": scale}
-    engine = Engine(provider, device, is_latent=is_latent, kv_dtype=torch.float8_e4m3fn, **scale_values)
+    engine = Engine(provider, device, kv_dtype=torch.float8_e4m3fn, **more)
     one, two = engine.admit(), engine.admit()
     engine.run(Mode.EXTEND, [one, two], [7, 3])
     engine.run(Mode.DECODE, [one, two], [1, 1])

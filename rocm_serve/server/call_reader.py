@@ -297,7 +297,7 @@ class AnswerReader(Reader):
     def _parameters(self, found: _Found) -> _Waits:
         pairs: list[tuple[str, str, str]] = []
         given: set[str] = set()
-        lacks_mark = False
+        unclosed = 0
         before = self._form.parameter.partition("{")[0]
         head, _, closes = self._form.parameter.removeprefix(before).partition("{value}")
         marks = self._marks_after_a_value(found["name"])
@@ -311,10 +311,11 @@ class AnswerReader(Reader):
             if mark is None:
                 return False
             value, self._at = self._held[begin : mark.start()], mark.end() if mark[1] else mark.start()
-            # One mark too few and one too many are a pair: an earlier value quotes a parameter.
-            if lacks_mark and closes.strip() in value:
+            # A mark too many closes what an earlier value left open: that value quotes parameters.
+            opened = value.count(before) - value.count(closes.strip()) + (not mark[1])
+            if opened < 0 < unclosed:
                 return False
-            lacks_mark = lacks_mark or not mark[1]
+            unclosed += opened
             if not mark[1]:
                 value = value.rstrip()
             if head.endswith("\n") and closes.startswith("\n"):  # one new line is the form's, not the value's

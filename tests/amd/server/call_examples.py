@@ -397,13 +397,14 @@ EXAMPLES = [
                 ("qwen3_coder", QWEN_XML.replace("Oslo\n</parameter>", f"Oslo\n</parameter>{junk}"))
                 for junk in (" it is", "\n</parameter>")
             ),
-            # A value that quotes a parameter with its mark lacks none of its own.
+            # A value that quotes parameters with their marks does not end within them.
             *(
                 (name, text.replace("Oslo", f"{quoted} is 3{closes} so"))
-                for name, text, quoted, closes in (
-                    ("qwen3_coder", QWEN_XML, "<parameter=days>", "</parameter>"),
-                    ("glm45", GLM, "<arg_key>days</arg_key><arg_value>", "</arg_value>"),
+                for name, text, key, closes in (
+                    ("qwen3_coder", QWEN_XML, "<parameter={}>", "</parameter>"),
+                    ("glm45", GLM, "<arg_key>{}</arg_key><arg_value>", "</arg_value>"),
                 )
+                for quoted in (key.format("days"), f"{key.format('x')}1{closes}{key.format('y')}")
             ),
             # A call in a value that is cut is none.
             *(

@@ -144,7 +144,7 @@ class AnswerReader(Reader):
                 self._joint = "\n" if self._has_said else ""
                 if does == "reasoning":
                     yield from self._think(again=False)
-            else:  # a mark of reasoning within a text is a text about it
+            else:  # a mark that begins or ends reasoning within a text is a text about it
                 self._tell(self._at + len(mark))
 
     def _think(self, *, again: bool) -> Generator[None, None, None]:
@@ -159,7 +159,7 @@ class AnswerReader(Reader):
         while (mark := (yield from self._next((form.closes, *implies), as_thought=True))) in implies:
             self._at += len(opens)
             if (yield from self._section(form.closes)):
-                self._marks[form.closes] = "drop"  # a model may still end what its call has ended
+                self._marks[form.closes] = "end"  # a model may still end what its call has ended
                 return
         self._drop(self._at + len(mark) if mark else len(self._held))
 
@@ -297,6 +297,7 @@ class AnswerReader(Reader):
     def _parameters(self, found: _Found) -> _Waits:
         pairs: list[tuple[str, str, str]] = []
         given: set[str] = set()
+        unclosed = 0
         before = self._form.parameter.partition("{")[0]
         head, _, closes = self._form.parameter.removeprefix(before).partition("{value}")
         marks = self._marks_after_a_value(found["name"])
@@ -310,6 +311,11 @@ class AnswerReader(Reader):
             if mark is None:
                 return False
             value, self._at = self._held[begin : mark.start()], mark.end() if mark[1] else mark.start()
+            # A mark too many closes what an earlier value left open: that value quotes parameters.
+            opened = value.count(before) - value.count(closes.strip()) + (not mark[1])
+            if opened < 0 < unclosed:
+                return False
+            unclosed += opened
             if not mark[1]:
                 value = value.rstrip()
             if head.endswith("\n") and closes.startswith("\n"):  # one new line is the form's, not the value's

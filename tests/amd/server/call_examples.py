@@ -231,6 +231,7 @@ EXAMPLES = [
     ),
     # A thought that a call has ended may have its mark all the same, and a text as JSON may name it.
     Example("kimi_k2", f"<think>Hm. {KIMI}</think>I look.", BOTH, "I look.", "Hm.", "kimi_k2"),
+    Example("kimi_k2", f"<think>Hm. {KIMI}</think>A </think> it is.", BOTH, "A </think> it is.", "Hm.", "kimi_k2"),
     Example("kimi_k2", f"<think>Hm. {KIMI}".replace("Oslo", "</think>"),
             [("get_weather", {"city": "</think>", "days": 3}), *BOTH[1:]], "", "Hm.", "kimi_k2"),
     Example("glm45", f"{GLM}<think>A <tool_call> is.</think>So.", OSLO, "So.", "A <tool_call> is.", "glm45"),
@@ -395,6 +396,15 @@ EXAMPLES = [
             *(
                 ("qwen3_coder", QWEN_XML.replace("Oslo\n</parameter>", f"Oslo\n</parameter>{junk}"))
                 for junk in (" it is", "\n</parameter>")
+            ),
+            # A value that quotes parameters with their marks does not end within them.
+            *(
+                (name, text.replace("Oslo", f"{quoted} is 3{closes} so"))
+                for name, text, key, closes in (
+                    ("qwen3_coder", QWEN_XML, "<parameter={}>", "</parameter>"),
+                    ("glm45", GLM, "<arg_key>{}</arg_key><arg_value>", "</arg_value>"),
+                )
+                for quoted in (key.format("days"), f"{key.format('x')}1{closes}{key.format('y')}")
             ),
             # A call in a value that is cut is none.
             *(

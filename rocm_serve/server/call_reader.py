@@ -298,7 +298,7 @@ class AnswerReader(Reader):
         pairs: list[tuple[str, str, str]] = []
         given: set[str] = set()
         unclosed = 0
-        before = self._form.parameter.partition("{")[0]
+        before, after = self._form.parameter_marks
         head, _, closes = self._form.parameter.removeprefix(before).partition("{value}")
         marks = self._marks_after_a_value(found["name"])
         while (yield from self._literal(before)):
@@ -312,7 +312,7 @@ class AnswerReader(Reader):
                 return False
             value, self._at = self._held[begin : mark.start()], mark.end() if mark[1] else mark.start()
             # A mark too many closes what an earlier value left open: that value quotes parameters.
-            opened = value.count(before) - value.count(closes.strip()) + (not mark[1])
+            opened = value.count(before) - value.count(after) + (not mark[1])
             if opened < 0 < unclosed:
                 return False
             unclosed += opened
@@ -350,13 +350,13 @@ class AnswerReader(Reader):
         None if no mark is left for the value: the model has begun anew, or the text is cut within the value and no call
         of it is one. begin: where the call, or its mark, may begin
         """
-        before, *_, closes = (re.escape(part.strip()) for part in HOLE.split(self._form.parameter) if part)
+        before, closes = map(re.escape, self._form.parameter_marks)
         either, at, depth = re.compile(f"({closes})|{before}"), call.start(), 0
         while depth < _MOST_DEPTH and (mark := (yield from self._search(either, at))) is not None:
             if mark[1] and not depth:
                 return mark
             at, depth = mark.end(), depth + (-1 if mark[1] else 1)
-        ends = HOLE.split(self._form.call)[-1].strip(), self._form.closes.strip() or self._form.begins[0]
+        ends = self._form.own_end, self._form.closes.strip() or self._form.begins[0]
         self._has_begun_anew(begin, call.end())
         if self._is_cut or (depth < _MOST_DEPTH and not self._held.rstrip().endswith(ends)):
             self._at = len(self._held)
@@ -369,15 +369,15 @@ class AnswerReader(Reader):
         """
         form, self._at = self._form, closes.end()
         may_come = (closes[1], form.closes, *form.begins)
-        for mark in (form.parameter.partition("{")[0], form.call.rpartition("}")[2], *(() if is_strict else may_come)):
+        for mark in (form.parameter_marks[0], form.own_end, *(() if is_strict else may_come)):
             if mark and (yield from self._literal(mark)):
                 return True
         return False
 
     def _closes_after(self, at: int, others: tuple[str, ...]) -> _Waits:
         """True if a mark before `at` is text of a value, whose own mark comes before another parameter, or may."""
-        before, *_, after = HOLE.split(self._form.parameter)
-        either = re.compile(f"({re.escape(after.strip())})|{'|'.join(map(re.escape, (before, *others)))}")
+        before, closes = self._form.parameter_marks
+        either = re.compile(f"({re.escape(closes)})|{'|'.join(map(re.escape, (before, *others)))}")
         found = yield from self._search(either, at)
         return self._is_cut if found is None else found[1] is not None
 
@@ -404,16 +404,17 @@ class AnswerReader(Reader):
         call. Group 3 is the mark of another call with a parameter.
         """
         form = self._form
-        before, _, _, after, *_ = HOLE.split(form.parameter)
+        before, closes = map(re.escape, form.parameter_marks)
         keys = [key for key in islice(properties_of(self._functions[name]), _MOST_KEYS) if len(key) <= MOST_SHORT]
         follow = [mark for mark in (form.closes.strip(), *form.begins) if mark]
-        closes, ends = (re.escape(each.rpartition("}")[2].strip()) for each in (form.parameter, form.call))
-        begins = f"{re.escape(before)}({'|'.join(map(re.escape, keys)) or '(?!)'})"
-        begins += r"\s{0,8}".join(map(re.escape, after.split()))
+        begins = f"{before}({'|'.join(map(re.escape, keys)) or '(?!)'})"
+        begins += r"\s{0,8}".join(map(re.escape, HOLE.split(form.parameter)[3].split()))
         names = f"(?:{'|'.join(map(re.escape, islice(self._functions, _MOST_KEYS)))})"
-        words = [f"({re.escape(form.begins[-1])})", names, *map(re.escape, (*HOLE.split(form.call)[3].split(), before))]
+        words = [f"({re.escape(form.begins[-1])})", names, *map(re.escape, HOLE.split(form.call)[3].split()), before]
         call = r"\s{0,8}".join(words)
-        return re.compile(rf"({closes})|{begins}|{ends}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})|{call}")
+        return re.compile(
+            rf"({closes})|{begins}|{re.escape(form.own_end)}\s{{0,8}}(?:{'|'.join(map(re.escape, follow))})|{call}"
+        )
 
     def _literal(self, text: str) -> _Waits:
         """Reads a text, with any number of blanks before each of its words. _at stays if something else comes."""

@@ -65,6 +65,16 @@ class CallForm:
         return self.call.partition("{")[0]
 
     @property
+    def own_end(self) -> str:
+        """The mark that each call itself ends with, without blanks around it; "" if there is none."""
+        return self.call.rpartition("}")[2].strip()
+
+    @property
+    def parameter_marks(self) -> tuple[str, str]:
+        """The marks that a parameter begins and ends with, without blanks around them."""
+        return self.parameter.partition("{")[0].strip(), self.parameter.rpartition("}")[2].strip()
+
+    @property
     def begins(self) -> tuple[str, ...]:
         """All marks that a call may begin with, without blanks around them; its own mark is the last one."""
         return tuple(mark for mark in (*map(str.strip, self.opens), self.own_mark) if mark)

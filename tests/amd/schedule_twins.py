@@ -120,7 +120,9 @@ def extend_schedule(
             keys = reach if sharing.window_left == UNLIMITED_WINDOW else min(reach, window)
             listed.append((reach, seq, token + offset, tokens, length - new + offset, keys))
         token += new
-    listed.sort(key=lambda block: (-_class_of(block[0]), block[1], -block[0]))
+    listed.sort(
+        key=lambda block: (-_class_of(_alike(kv_len[block[1]], q_len[block[1]], block[0])), block[1], -block[0])
+    )
     words: list[int] = []
     costs = [keys + sharing.row_keys for *_, keys in listed]
     for (_, seq, first, tokens, kv_index, keys), before in zip(listed, accumulate([0, *costs]), strict=False):
@@ -129,6 +131,11 @@ def extend_schedule(
         words += [-1, token, min(max(num_tokens - token, 0), block_len), 0, 0, 0, *_halves(sum(costs))]
         token += block_len
     return words + _shares(costs, sharing)
+
+
+def _alike(length: int, new: int, reach: int) -> int:
+    """The reach that a block counts as: the length of its sequence, if at most 2 new tokens follow 3 keys."""
+    return length if (length - new) // 3 >= new // 2 else reach
 
 
 def _class_of(reach: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.amd.fast import leave_to_the_night, of_shard
+from tests.amd.quick_interpreter import patch_once_per_launch
 from tests.amd.worlds.problems import providers
 
 # Tests do not depend on tuning results measured on this machine.
@@ -28,6 +29,9 @@ torch.set_deterministic_debug_mode("warn" if torch.cuda.is_available() else "err
 # The time of an example shows how busy the machine is, not whether the example is right.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_once_per_launch()
 
 # Imported and collected objects stay to the end, so the garbage collector need not scan them.
 gc.disable()

@@ -57,13 +57,14 @@ _ALL = tl.constexpr(Sequences.ALL.value)
 _WITH_CELLS = tl.constexpr(Sequences.WITH_CELLS.value)
 # The length of a sequence that has new tokens and no keys: before all places, and after it adding up fits 32 bits.
 _NO_KEYS = tl.constexpr(-(1 << 29))
-# The words of a query block; the sixth is not written.
+# The words of a query block.
 BLOCK_WORDS = tl.constexpr(cuts.BLOCK_WORDS)
 BLOCK_SEQ = tl.constexpr(0)  # -1: the tokens belong to no sequence (the padded tail); they receive 0 and LSE -inf
 BLOCK_FIRST_TOKEN = tl.constexpr(1)
 BLOCK_TOKENS = tl.constexpr(2)  # 0: nothing to do
 BLOCK_KV_INDEX = tl.constexpr(3)  # of the first token
 BLOCK_KEYS = tl.constexpr(4)  # its last key is that of its last token, or of its sequence; these before it are seen
+BLOCK_COUNT = tl.constexpr(5)  # of the first block only: the number of blocks with tokens, the tail's included
 BLOCK_BEFORE = tl.constexpr(6)  # an even word, 64 bits: cost of the blocks before it, counting one row of each
 # The words of a program's share.
 SHARE_WORDS = tl.constexpr(cuts.SHARE_WORDS)
@@ -242,6 +243,10 @@ def _list_kernel(
         seq_q_len += tl.sum(tl.where(here, q_len, 0), 0)
         total += tl.sum(blocks, 0)
 
+    first_tail = tl.load(q_indptr + num_seqs)
+    if block == 0:
+        tail_blocks = tl.cdiv(tl.maximum(num_tokens - first_tail, 0), QUERY_TOKENS)
+        tl.store(schedule + BLOCK_COUNT, total + tail_blocks)
     is_block = block < total
     # If there is no such block, the first sequence's; nothing of it is used then. Some steps have no sequence.
     length = tl.load(kv_len + seq, mask=num_seqs > 0, other=0)
@@ -281,7 +286,7 @@ def _list_kernel(
         tl.store(words + BLOCK_KV_INDEX, tl.where(has_keys, prefix + offset, 0))
         tl.store(words + BLOCK_KEYS, tl.where(has_keys, keys, 0))
     else:
-        tail = tl.load(q_indptr + num_seqs) + (block - total) * QUERY_TOKENS
+        tail = first_tail + (block - total) * QUERY_TOKENS
         words = schedule + block * BLOCK_WORDS
         tl.store(words + BLOCK_SEQ, -1)
         tl.store(words + BLOCK_FIRST_TOKEN, tail)

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.extend_schedule import (
+    BLOCK_COUNT,
     BLOCK_FIRST_TOKEN,
     BLOCK_KEYS,
     BLOCK_KV_INDEX,
@@ -50,6 +51,7 @@ class HopperGeometry(NamedTuple):
     """The values that the kernel is compiled for.
 
     KV_HEADS:  KV heads; each block of a KV head's query heads counts as one
+    HEADS_AT_ONCE: KV heads, counted so, whose whole rows come before those of the next ones; a divisor of KV_HEADS
     GQA_RATIO: query heads of such a block
     HEAD_BLOCKS: equal blocks that the query heads of a KV head are cut into
     TOKENS:    new tokens of a full query block
@@ -87,6 +89,7 @@ class HopperGeometry(NamedTuple):
     """
 
     KV_HEADS: int
+    HEADS_AT_ONCE: int
     GQA_RATIO: int
     HEAD_BLOCKS: int
     TOKENS: int
@@ -344,18 +347,42 @@ def steps_of(block, seen, todo, G: gl.constexpr):
 
 
 @gluon.jit
+def _place_of(x, place, G: gl.constexpr):
+    """Block and KV head of a place among the whole rows; a block after all others if there is no such place.
+
+    If not all KV heads come at once, the last ones have the longest rows first, those before them last, and so on. So
+    costs in order of places have no jumps, and end with the lowest: programs that take places back and forth, some one
+    more than others, take about the same.
+    """
+    AT_ONCE: gl.constexpr = G.HEADS_AT_ONCE
+    if AT_ONCE == G.KV_HEADS:
+        block = x.cut + place // AT_ONCE
+        row = place % AT_ONCE
+    else:
+        GROUPS: gl.constexpr = G.KV_HEADS // AT_ONCE
+        rows = (gl.load(x.words + BLOCK_COUNT) - x.cut) * AT_ONCE
+        group = place // gl.maximum(rows, 1)
+        is_place = (rows > 0) & (group < GROUPS)
+        index = place - group * rows
+        index = gl.where((GROUPS - group) % 2 == 1, index, rows - 1 - index)
+        block = gl.where(is_place, x.cut + index // AT_ONCE, x.max_blocks)
+        row = group * AT_ONCE + index % AT_ONCE
+    return block, row
+
+
+@gluon.jit
 def _whole_row(x, turn, G: gl.constexpr):
-    """The program's turn-th whole row. They are dealt out back and forth, the longest first.
+    """The program's turn-th whole row. They are dealt out back and forth.
 
     The last programs begin, because there may have been too few shares for them.
     """
     program = gl.program_id(0)
     place = turn * x.num_programs + gl.where(turn % 2 == 0, x.num_programs - 1 - program, program)
-    block = x.cut + place // G.KV_HEADS
+    block, row = _place_of(x, place, G)
     words = x.words + gl.minimum(block, x.max_blocks - 1) * BLOCK_WORDS
     is_row = (block < x.max_blocks) & (gl.load(words + BLOCK_TOKENS) > 0)
     keys = gl.where(is_row, gl.load(words + BLOCK_KEYS) + G.ROW_KEYS, 0)
-    return ProgramWork(block, place % G.KV_HEADS, gl.to_tensor(0), keys, turn + 1)
+    return ProgramWork(block, row, gl.to_tensor(0), keys, turn + 1)
 
 
 @gluon.jit

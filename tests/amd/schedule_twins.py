@@ -90,7 +90,7 @@ def visible_blocks(kv_len: int, cut: DecodeCut) -> range:
 def as_in_the_twin(words: list[int], cut: ExtendCut) -> list[int]:
     """Returns a device's words, with 0 where those of `extend_schedule` have no meaning."""
     shares = len(words) - cut.sharing.programs * SHARE_WORDS
-    for first in range(0, shares, BLOCK_WORDS):
+    for first in range(BLOCK_WORDS, shares, BLOCK_WORDS):
         words[first + 5] = 0
     for first in range(shares, len(words), SHARE_WORDS):
         if words[first + 3] == 0:
@@ -106,7 +106,7 @@ def extend_schedule(
     left_out: sequences that are not listed
 
     In a program without work only its work, the share and the cut have a meaning; the others are 0 here. So is the
-    sixth word of a block, which the kernel does not write.
+    sixth word of a block after the first one, which the kernel does not write.
     """
     block_len, sharing = cut.query_tokens, cut.sharing
     # reach, sequence, first token, tokens, kv_index, keys
@@ -130,6 +130,8 @@ def extend_schedule(
     for _ in range(num_tokens // block_len + len(kv_len) + 1 - len(listed)):
         words += [-1, token, min(max(num_tokens - token, 0), block_len), 0, 0, 0, *_halves(sum(costs))]
         token += block_len
+    blocks = (words[first : first + BLOCK_WORDS] for first in range(0, len(words), BLOCK_WORDS))
+    words[5] = sum(tokens > 0 for _, _, tokens, *_ in blocks)
     return words + _shares(costs, sharing)
 
 

@@ -312,6 +312,19 @@ def test_programs_take_their_share_and_then_whole_rows(dims: tuple[int, int], de
     assert_served(tensors)
 
 
+@pytest.mark.parametrize("heads", [(48, 48), (36, 18), (32, 32)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
+def test_heads_that_come_at_once_leave_none_out(
+    heads: tuple[int, int], dims: tuple[int, int], device: torch.device
+) -> None:
+    """Some blocks are shared; a program has whole rows of several groups of KV heads, with pads."""
+    case = replace(RAGGED, kv_len=[3000, 0, *range(60, 72), 9], q_len=[40, 0, *[20] * 12, 1], heads=heads, dims=dims)
+    for sharing in (ALL_SHARED._replace(programs=5, split_keys=0), NONE_SHARED._replace(programs=7)):
+        tensors = build(case, device)
+        run_hopper(tensors, sharing)
+        assert_served(tensors)
+
+
 @of_dims
 def test_many_short_sequences_are_right(dims: tuple[int, int], device: torch.device) -> None:
     kv_len, q_len = [20 + at % 37 for at in range(300)], [at % 3 for at in range(300)]

@@ -149,8 +149,8 @@ def is_gathered(page_size: int) -> bool:
     return page_size % LEAST_BOX > 0
 
 
-def hopper_segment_tiles(head_dim: int, page_size: int) -> HopperTiles:
-    """The tiles of deterministic attention, for heads of up to HEAD_DIMS whose K and V are alike."""
-    dims = _least_dims(_SEGMENT_TILES, head_dim, head_dim)
+def hopper_segment_tiles(head_dim: int, v_head_dim: int, page_size: int) -> HopperTiles:
+    """The tiles of deterministic attention, for heads of up to HEAD_DIMS."""
+    dims = _least_dims(_SEGMENT_TILES, head_dim, v_head_dim)
     tiles = _SEGMENT_TILES[dims]
     return replace(tiles, registers=_GATHERED_TILES[dims].registers) if is_gathered(page_size) else tiles

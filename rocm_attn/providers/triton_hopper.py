@@ -78,12 +78,7 @@ DECODE_LIMITS = replace(
 # The limits of steps whose tokens each see a range of keys.
 RANGED_LIMITS = replace(LIMITS, ranges=True)
 
-SEGMENT_LIMITS = replace(
-    LIMITS,
-    dims_alike=True,
-    encodings=(KVEncoding.LIKE_Q,),
-    scales=(Scales.NONE,),
-)
+SEGMENT_LIMITS = replace(LIMITS, encodings=(KVEncoding.LIKE_Q,), scales=(Scales.NONE,))
 
 RANGED_SEGMENT_LIMITS = replace(SEGMENT_LIMITS, ranges=True)
 
@@ -153,7 +148,8 @@ def bind_segment_ranges(problem: Problem, target: Target, min_q_len: int = 1) ->
 
 
 def _segment_extend(problem: Problem, target: Target, min_q_len: int, split_keys: int) -> HopperExtend:
-    tiles = _launched_early(hopper_segment_tiles(problem.head_dim, problem.page_size), min_q_len)
+    tiles = hopper_segment_tiles(problem.head_dim, problem.v_head_dim, problem.page_size)
+    tiles = _launched_early(tiles, min_q_len)
     cut = _cut(problem, target, tiles, min_q_len).by_segments(
         tiles.segment_len, most_segments=tiles.most_segments, split_keys=split_keys, shares_first=False
     )

@@ -77,6 +77,8 @@ def _chunks() -> Iterator[SuiteCase]:
     for batch in ("1x2k", "1x2k+6144", "8x512+4k", "1x2k+30720"):
         yield _case(NAMED["llama-8b"], batch)
     yield _case(NAMED["llama-70b"], "1x2k+30720")
+    for batch in ("1x4k", "1x2k+6144"):
+        yield _case(LayerSizes(128, 128, 192, 128), batch)
 
 
 def _soft_cap() -> Iterator[SuiteCase]:

@@ -472,10 +472,7 @@ def heads_first(k: torch.Tensor, v: torch.Tensor) -> Sides:
     return k, v
 
 
-ALIKE = [(64, 64), (80, 80), (128, 128), (256, 256)]
-
-
-LAID_OUT = [*((dims, False) for dims in [*ALIKE, (192, 128)]), *((dims, True) for dims in ALIKE)]
+LAID_OUT = product([(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], (False, True))
 
 
 @seventh_by_day("heads, page_size, lay_out", product(LAID_OUT, (2, 16, 48), (packed, between_layers, heads_first)))
@@ -486,6 +483,6 @@ def test_pages_whose_slots_lie_at_equal_distances_are_read_where_they_are(
     tensors = build(replace(RAGGED, dims=dims, page_size=page_size), device)
     k, v = lay_out(tensors.k_pages, tensors.v_pages)
     assert not k.is_contiguous()
-    tiles = hopper_segment_tiles(dims[0], page_size) if in_segments else None
+    tiles = hopper_segment_tiles(*dims, page_size) if in_segments else None
     run_hopper(replace(tensors, k_pages=k, v_pages=v), NONE_SHARED if in_segments else ALL_SHARED, tiles=tiles)
     assert_served(tensors)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.cuts import SHARE_WORDS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT
-from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import DIMS, hopper_segment_tiles
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM
 from tests.amd.kernels import segment_cases
@@ -34,7 +34,7 @@ pytestmark = OF_HOPPERS_KERNELS
 
 def run_segments(tensors: Tensors, *, sharing: RowSharing = NONE_SHARED) -> ExtendCut:
     """Runs the deterministic schedule, extend and merge."""
-    return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(tensors.case.dims[0], tensors.case.page_size))
+    return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(*tensors.case.dims, tensors.case.page_size))
 
 
 # Spans across borders of segments, and one that reaches two segments further than its first query block.
@@ -46,16 +46,17 @@ SPANS_OF_SEGMENTS: dict[str, Any] = {
 
 
 @seventh_by_day(
-    "more, dim", [(more, dim) for more in RANGES if "heads" not in more for dim in (*HEAD_DIMS, MIN_HEAD_DIM)]
+    "more, dims",
+    product([more for more in RANGES if "heads" not in more], (*DIMS, (MIN_HEAD_DIM, MIN_HEAD_DIM), (96, 64))),
 )
 def test_deterministic_extend_by_ranges_gives_the_bits_of_the_plain_kernel(
-    more: dict[str, Any], dim: int, device: torch.device
+    more: dict[str, Any], dims: tuple[int, int], device: torch.device
 ) -> None:
-    tensors = build(replace(RAGGED, **SPANS_OF_SEGMENTS, **more, dims=(dim, dim)), device)
+    tensors = build(replace(RAGGED, **SPANS_OF_SEGMENTS, **more, dims=dims), device)
     run_segments(tensors)
     assert_served(tensors)
     plain = replace(tensors, out=torch.full_like(tensors.out, UNTOUCHED), lse=torch.full_like(tensors.lse, UNTOUCHED))
-    tiles = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=tensors.case.dtype)
+    tiles = segment_tiles("sm_90", head_dim=dims[0], v_head_dim=dims[1], dtype=tensors.case.dtype)
     segment_cases.run_extend(plain, tiles=tiles.of_masked_steps())
     assert torch.equal(plain.out, tensors.out)
     assert torch.equal(plain.lse, tensors.lse)
@@ -101,11 +102,14 @@ SEGMENT_SCORES: list[dict[str, Any]] = [
 ]
 
 
-@seventh_by_day("scores, dim", product(SEGMENT_SCORES, (*HEAD_DIMS, MIN_HEAD_DIM, 80, 144, 224)))
+ODD_DIMS = [(MIN_HEAD_DIM, MIN_HEAD_DIM), (80, 80), (144, 144), (224, 224), (40, 128), (256, 72)]
+
+
+@seventh_by_day("scores, dims", product(SEGMENT_SCORES, (*DIMS, *ODD_DIMS)))
 def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decode(
-    scores: dict[str, Any], dim: int, device: torch.device
+    scores: dict[str, Any], dims: tuple[int, int], device: torch.device
 ) -> None:
-    tensors = build(replace(SEGMENTS, dims=(dim, dim), **scores), device)
+    tensors = build(replace(SEGMENTS, dims=dims, **scores), device)
     run_segments(tensors)
     assert_served(tensors)
     for new in (1, 2, 31, 33):
@@ -123,7 +127,7 @@ def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decod
         assert torch.equal(shared.out, tensors.out)
         assert torch.equal(shared.lse, tensors.lse)
     decoded = last_tokens(tensors)
-    tiles = segment_tiles("sm_90", head_dim=dim, v_head_dim=dim, dtype=tensors.case.dtype)
+    tiles = segment_tiles("sm_90", head_dim=dims[0], v_head_dim=dims[1], dtype=tensors.case.dtype)
     segment_cases.run_decode(decoded, num_programs=132, tiles=tiles)
     assert_same_bits(decoded, tensors)
     # The plain kernel's tiles of few rows also give these bits. They serve steps of a few drafts per sequence.

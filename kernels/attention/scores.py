@@ -19,8 +19,6 @@ hide keys, and window_left is counted from the token's depth in its tree (visibl
 
 from dataclasses import dataclass
 
-import numpy as np
-
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 UNLIMITED_WINDOW = -1
@@ -113,9 +111,9 @@ class Scores:
     def scales_at_once(self) -> tuple[float, float]:
         """The factors for q . k, and then for its tanh, if the tanh is one instruction (softmax.capped_at_once).
 
-        They are the float32 numbers that key_loop.py makes from tanh_scale and base_2_scale: deterministic kernels that
-        receive them have its bits. Without a cap there is no tanh, and both are base_2_scale.
+        The kernel multiplies the first one by 0.5 ln 2, after the scale of codes, as key_loop.py does: deterministic
+        kernels have its bits. Without a cap there is no tanh, and both are base_2_scale.
         """
         if not self.soft_cap:
             return self.base_2_scale, self.base_2_scale
-        return float(np.float32(self.tanh_scale) * np.float32(0.5 * LN_2)), self.base_2_scale * 0.5
+        return self.tanh_scale, self.base_2_scale * 0.5

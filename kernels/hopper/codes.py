@@ -2,9 +2,9 @@
 
     pages -> ring of codes -> ring of K and ring of V, in sixteen bits -> matrix units
 
-A code is exact in float16. Scales of the layer or of a head are multiplied in where they belong to rows (coded.py). A
-token's scale of K multiplies its column of the scores, and its scale of V its column of the weights; float16 holds few
-scales, so there it multiplies the row of V, which is then rounded.
+A code is exact in sixteen bits. Scales of the layer or of a head are multiplied in where they belong to rows
+(coded.py). A token's scale of K multiplies its column of the scores, and its scale of V its column of the weights;
+float16 holds few scales, so there it multiplies the row of V, which is then rounded.
 """
 
 from typing import Any, NamedTuple
@@ -81,12 +81,6 @@ class ProductScales(NamedTuple):
     cap: Any
     k: Any
     v: Any
-
-
-@constexpr_function
-def scales_weights(G):
-    """True if a token's scale of V multiplies its weights: bfloat16 holds the products."""
-    return G.SCALES == TOKEN_SCALES and G.MOVES_Q
 
 
 @gluon.jit
@@ -245,7 +239,7 @@ def _decode_step(task, row, step, n, ahead, G: gl.constexpr):
     _pass_on(codes, 2 * n, rings.k, stage, G)
     _wait_for_codes(codes, 2 * n + 1, G)
     wait_for_place_of_values(rings, n, 0, G)
-    SCALED: gl.constexpr = BY_TOKEN and not scales_weights(G)
+    SCALED: gl.constexpr = BY_TOKEN and not G.SCALES_WEIGHTS
     if BY_TOKEN:
         codes.scales.v.index(v_stage).store(v_scale_value)
     if SCALED:

@@ -38,6 +38,7 @@ from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.attention.segments import UNFUSED
+from rocm_attn.kernels.attention.softmax import LN_2
 from rocm_attn.kernels.attention.visible_keys import PackedMask, VisibleKeys
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.early import early_options, wait_for_launch
@@ -52,6 +53,7 @@ from rocm_attn.kernels.hopper.key_steps import (
     pass_steps,
     rows_of_scores,
     with_bound,
+    with_value_scale,
 )
 from rocm_attn.kernels.hopper.query_rows import (
     QueryOutputs,
@@ -132,8 +134,8 @@ def _attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: g
 
 
 @gluon.jit
-def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.constexpr):
-    """Returns the softmax state of a row's steps, segment by segment, and n.
+def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, v_scale_value, to, G: gl.constexpr):
+    """Returns the softmax state of a row's steps, segment by segment, and n. v_scale_value: scale of V's codes
 
     Segments are merged from left to right. If an earlier program began the row, they are stored as parts, which are
     merged when all programs have ended; so is the merged part of a row that goes on.
@@ -148,7 +150,7 @@ def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, to, G: gl.conste
     for segment in range(first_segment, end_segment):
         span = KeyRange(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
         softmax, n = _attend_span(n, query, rings, span, row.edge_step, row.seen, G)
-        softmax = with_bound(softmax, G)
+        softmax = with_bound(with_value_scale(softmax, v_scale_value, G), G)
         part = segment - first_segment + 1
         is_last = segment == end_segment - 1
         if row.done == 0:
@@ -181,6 +183,8 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, scale_values, todo, G: gl.c
         after = next_row(x, todo, steps.take, G)
         next_block = block_of(x, after)
         product_scale = scale_values.products * row_scale(scale_values.k, todo.row // G.HEAD_BLOCKS, G)
+        if G.CAPPED:
+            product_scale = product_scale * (0.5 * LN_2)
         # Not 0: see coded.coded_scales.
         product_scale = gl.maximum(put_queries(queries, own.tiles, product_scale, S_ROW, G), LEAST_SCALE)
         v_scale_value = row_scale(scale_values.v, todo.row // G.HEAD_BLOCKS, G)
@@ -191,7 +195,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, scale_values, todo, G: gl.c
             edge_step = seen.inner_end // G.KEY_BLOCK
         row = ProgramRow(block, todo.done, steps, edge_step, seen)
         if G.SEGMENT_STEPS > 0:
-            softmax, n = _attend_segments(GROUP, n, query, rings, row, to, G)
+            softmax, n = _attend_segments(GROUP, n, query, rings, row, v_scale_value, to, G)
         else:
             # A group of rows without a token sees no key. 32 x 32 heads of 96, 12 chunks of 17 to 600: 267 us, and 282.
             has_rows = block.tokens * G.GQA_RATIO > GROUP * GROUP_ROWS
@@ -254,7 +258,7 @@ def _hopper_extend_kernel(
         # A row's results take the place of its queries.
         COLUMNS: gl.constexpr = G.K.TILE
         PARTS: gl.constexpr = (max(G.K.DIM, G.V.DIM) + COLUMNS - 1) // COLUMNS
-        K_DTYPE: gl.constexpr = gl.float16 if G.CODE_TILES else DTYPE
+        K_DTYPE: gl.constexpr = gl.float16 if G.MOVES_Q else DTYPE
         # A row of V times its token's scale may exceed float16.
         V_DTYPE: gl.constexpr = DTYPE if G.SCALES == TOKEN_SCALES else K_DTYPE
         rings = new_rings(K_DTYPE, V_DTYPE, G)
@@ -458,7 +462,9 @@ def _geometry(
         ENCODING=coding.ENCODING,
         SCALES=coding.SCALES,
         CODE_TILES=tiles.code_tiles,
-        MOVES_Q=is_fp8 and args.q.dtype == torch.bfloat16,
+        # Deterministic attention multiplies in q's dtype, like its decode.
+        MOVES_Q=is_fp8 and args.q.dtype == torch.bfloat16 and not tiles.segment_len,
+        SCALES_WEIGHTS=TOKEN_SCALES.value == coding.SCALES and args.q.dtype == torch.bfloat16,
         CONSUMER_REGISTERS=tiles.registers,
         DECODER_REGISTERS=tiles.decoder_registers,
         PRODUCER_REGISTERS=tiles.producer_registers,

@@ -16,7 +16,6 @@ from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import scaled_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once, raised_seldom
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
-from rocm_attn.kernels.hopper.codes import scales_weights
 from rocm_attn.kernels.hopper.powers import scaled_powers
 from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, of_rows, parts_of, width_of
@@ -171,11 +170,18 @@ def nothing_seen(G: gl.constexpr):
 
 
 @gluon.jit
-def ended(softmax, v_scale_value, G: gl.constexpr):
-    """A softmax state with the sums of rows instead of those of lanes. v_scale_value: scale of V's codes"""
+def with_value_scale(softmax, v_scale_value, G: gl.constexpr):
+    """A softmax state with the scale of V's codes, of the layer or of a head, in its accumulators."""
     acc, maximum, total = softmax
     if G.CODE_TILES > 0 and G.SCALES != TOKEN_SCALES:
         acc = scaled_parts(acc, v_scale_value)
+    return Softmax(acc, maximum, total)
+
+
+@gluon.jit
+def ended(softmax, v_scale_value, G: gl.constexpr):
+    """A softmax state with the sums of rows instead of those of lanes. v_scale_value: scale of V's codes"""
+    acc, maximum, total = with_value_scale(softmax, v_scale_value, G)
     total = gl.convert_layout(gl.sum(total, 1), maximum.type.layout)
     return with_bound(Softmax(acc, maximum, total), G)
 
@@ -275,7 +281,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             else:
                 weights = gl.exp2(blocks[tile] * by_score - of_rows(base, blocks[tile]))
             total += _sums_of_lanes(weights, G)
-            if scales_weights(G):
+            if G.SCALES_WEIGHTS:
                 of_keys = query.scales.v.index(value_stage(n, tile, G))
                 v_scale_value = of_keys.load(gl.SliceLayout(0, weights.type.layout))
                 weights = weights * gl.expand_dims(v_scale_value, 0)

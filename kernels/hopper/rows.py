@@ -84,7 +84,8 @@ class HopperGeometry(NamedTuple):
     OVERLAPS:  whether products with V run under the next step's products with K, which takes registers
     ENCODING, SCALES: of coding.Coding
     CODE_TILES: tiles of codes that are in shared memory at a time; 0: pages are in q's dtype
-    MOVES_Q:   whether rows of q are moved into float16
+    MOVES_Q:   whether rows of q are moved into float16, which K's codes become then
+    SCALES_WEIGHTS: whether a token's scale of V multiplies its weights: bfloat16 holds the products
     CONSUMER_REGISTERS, DECODER_REGISTERS, PRODUCER_REGISTERS: of a thread of each warp group
     """
 
@@ -124,6 +125,7 @@ class HopperGeometry(NamedTuple):
     SCALES: int
     CODE_TILES: int
     MOVES_Q: bool
+    SCALES_WEIGHTS: bool
     CONSUMER_REGISTERS: int
     DECODER_REGISTERS: int
     PRODUCER_REGISTERS: int

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.softmax import capped_at_once, exact_maximum
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.key_steps import (
     Progress,
     add_products,
@@ -49,7 +50,8 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
     OF_V: gl.constexpr = G.V
     V_PARTS: gl.constexpr = parts_of(OF_V)
     b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
-    lane = gl.expand_dims(gl.arange(0, VALUE_BLOCK, layout=gl.SliceLayout(0, b_layout)), 0)
+    of_keys: gl.constexpr = gl.SliceLayout(0, b_layout)
+    lane = gl.expand_dims(gl.arange(0, VALUE_BLOCK, layout=of_keys), 0)
     scale = query.cap_scale if G.CAPPED else query.product_scale
     v = rings.v
     softmax, n = progress
@@ -60,11 +62,14 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
         scores, acc = scores_of_step(acc, products if G.OVERLAPS else acc, query, rings, n, G)
+        if G.SCALES == TOKEN_SCALES:
+            # Codes have tiles of V as long as a step.
+            scores = scores * gl.expand_dims(query.scales.k.index(n % G.STAGES).load(of_keys), 0)
         gl.thread_barrier()
         mbarrier.arrive(rings.free.index(n % G.STAGES), count=1)
         wait_for_values(rings, n, 0, BLOCKS, G)
         masked = is_masked(step, seen, G, MASKED)
-        if not G.GATHERED and masked:
+        if G.CODE_TILES == 0 and not G.GATHERED and masked:
             zero_unseen(v, n, step, seen, G)
         blocks = blocks_of(scores, G)
         scored, largest = (), ()
@@ -86,7 +91,11 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
                 weights = gl.exp2(gl.fma(scored[block], scale, gl.expand_dims(-base, 1)))
                 acc = scaled_by_rows(waited_for(products) if block > 0 else acc, decay, G)
                 maximum = new_maximum
-            products = add_products(acc, weights.to(v.tiles.dtype), v, value_stage(n, block, G), G)
+            shares = weights
+            if G.SCALES_WEIGHTS:
+                v_scale_value = query.scales.v.index(value_stage(n, block, G)).load(of_keys)
+                shares = weights * gl.expand_dims(v_scale_value, 0)
+            products = add_products(acc, shares.to(v.tiles.dtype), v, value_stage(n, block, G), G)
             # Added up while the products run.
             total = total + gl.sum(weights, 1) if G.BOUNDED else gl.fma(total, decay, gl.sum(weights, 1))
         if not G.OVERLAPS:

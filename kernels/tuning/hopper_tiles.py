@@ -121,8 +121,11 @@ _CODED_TILES = _by_dims("codes")
 # In deterministic attention; segments and key blocks are those of decode (segment.json).
 _SEGMENT_TILES = _by_dims("segment")
 
+_CODED_SEGMENT_TILES = _by_dims("segment_codes")
+
 DIMS = tuple(_EXTEND_TILES)
 HEAD_DIMS = tuple(dim for dim, v_head_dim in DIMS if dim == v_head_dim)
+CODED_SEGMENT_DIMS = tuple(_CODED_SEGMENT_TILES)
 
 
 def padded_dim(head_dim: int) -> int:
@@ -149,8 +152,13 @@ def is_gathered(page_size: int) -> bool:
     return page_size % LEAST_BOX > 0
 
 
-def hopper_segment_tiles(head_dim: int, v_head_dim: int, page_size: int) -> HopperTiles:
-    """The tiles of deterministic attention, for heads of up to HEAD_DIMS."""
+def hopper_segment_tiles(head_dim: int, v_head_dim: int, page_size: int, *, coded: bool) -> HopperTiles:
+    """The tiles of deterministic attention, for heads of up to HEAD_DIMS, of codes up to CODED_SEGMENT_DIMS.
+
+    coded: whether pages are of eight bits
+    """
+    if coded:
+        return _CODED_SEGMENT_TILES[_least_dims(_CODED_SEGMENT_TILES, head_dim, v_head_dim)]
     dims = _least_dims(_SEGMENT_TILES, head_dim, v_head_dim)
     tiles = _SEGMENT_TILES[dims]
     return replace(tiles, registers=_GATHERED_TILES[dims].registers) if is_gathered(page_size) else tiles

@@ -192,6 +192,7 @@ class Limits:
     dim_step:      head dims are multiples of this
     coded_dim_step: head dims with eight-bit K and V are multiples of this
     coded_page_sizes: the only page sizes with them
+    most_coded_dim: the largest head dim with them; 0: no other than without them
     lse:           True if it returns the log-sum-exp
     lse_of_slopes: True if it also returns that of layers with ALiBi slopes
     max_side_bytes: of one layer's K pages, and of its V pages; 0: no limit
@@ -227,6 +228,7 @@ class Limits:
     dim_step: int = 1
     coded_dim_step: int = 1
     coded_page_sizes: tuple[int, ...] = ()
+    most_coded_dim: int = 0
     lse: bool = True
     lse_of_slopes: bool = True
     max_side_bytes: int = 0
@@ -333,6 +335,9 @@ class Limits:
         if any(dim % self.coded_dim_step for dim in dims):
             step = self.coded_dim_step
             reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} of eight-bit pages are not multiples of {step}")
+        if 0 < self.most_coded_dim < max(dims):
+            largest = f"larger than {self.most_coded_dim}"
+            reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} of eight-bit pages are {largest}")
         if self.coded_page_sizes and problem.page_size not in self.coded_page_sizes:
             allowed = _either(self.coded_page_sizes)
             reasons.append(f"it reads eight-bit pages of {allowed} tokens, not {problem.page_size}")

@@ -12,6 +12,7 @@ from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.hopper import releases
 from rocm_attn.kernels.tuning.hopper_tiles import (
+    CODED_SEGMENT_DIMS,
     HEAD_DIMS,
     HopperTiles,
     hopper_segment_tiles,
@@ -78,7 +79,7 @@ DECODE_LIMITS = replace(
 # The limits of steps whose tokens each see a range of keys.
 RANGED_LIMITS = replace(LIMITS, ranges=True)
 
-SEGMENT_LIMITS = replace(LIMITS, encodings=(KVEncoding.LIKE_Q,), scales=(Scales.NONE,))
+SEGMENT_LIMITS = replace(LIMITS, most_coded_dim=max(map(max, CODED_SEGMENT_DIMS)))
 
 RANGED_SEGMENT_LIMITS = replace(SEGMENT_LIMITS, ranges=True)
 
@@ -148,7 +149,8 @@ def bind_segment_ranges(problem: Problem, target: Target, min_q_len: int = 1) ->
 
 
 def _segment_extend(problem: Problem, target: Target, min_q_len: int, split_keys: int) -> HopperExtend:
-    tiles = hopper_segment_tiles(problem.head_dim, problem.v_head_dim, problem.page_size)
+    coded = problem.kv_encoding is not KVEncoding.LIKE_Q
+    tiles = hopper_segment_tiles(problem.head_dim, problem.v_head_dim, problem.page_size, coded=coded)
     tiles = _launched_early(tiles, min_q_len)
     cut = _cut(problem, target, tiles, min_q_len).by_segments(
         tiles.segment_len, most_segments=tiles.most_segments, split_keys=split_keys, shares_first=False

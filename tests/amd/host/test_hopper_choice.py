@@ -137,6 +137,7 @@ def test_sequences_with_few_rows_are_the_plain_kernels_if_heads_are_narrow_windo
         assert all(isinstance(served[q_len], HopperExtend) for q_len in served.keys() - plain)
 
 
+FP8 = {"kv_encoding": KVEncoding.E4M3FN}
 DETERMINISTIC = {
     "triton.hopper_segment_extend": [
         {},
@@ -147,11 +148,14 @@ DETERMINISTIC = {
         {"head_dim": 40, "v_head_dim": 40},
         {"head_dim": 80, "v_head_dim": 80},
         {"head_dim": 224, "v_head_dim": 224, "page_size": 2},
+        {"head_dim": 192, "v_head_dim": 128},
         {"logits_soft_cap": 30.0},
+        *({**FP8, "kv_scales": scales} for scales in (Scales.HEAD, Scales.TOKEN)),
+        {**FP8, "head_dim": 64, "v_head_dim": 64, "kv_scales": Scales.LAYER},
     ],
     "triton.segment_extend": [
         {"window_left": 100},
-        {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
+        {**FP8, "head_dim": 192, "v_head_dim": 128, "kv_scales": Scales.HEAD},
         {"has_alibi_slopes": True},
     ],
 }

@@ -59,6 +59,7 @@ BROKEN: list[tuple[Said, Said, str]] = [
         {"head_dim": 72, "v_head_dim": 72, **CODED},
         "head_dim/v_head_dim 72/72 of eight-bit pages are not multiples of 16",
     ),
+    ({"most_coded_dim": 96}, CODED, "head_dim/v_head_dim 128/128 of eight-bit pages are larger than 96"),
     ({"coded_page_sizes": (32, 64)}, CODED, "it reads eight-bit pages of 32 or 64 tokens, not 16"),
     ({"head_dim": (192, 256)}, {}, "head_dim 128 is outside 192..256"),
     ({"v_head_dim": (64, 96)}, {}, "v_head_dim 128 is outside 64..96"),

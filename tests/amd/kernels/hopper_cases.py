@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut, RowSharing
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, hopper_tiles
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.triton_later import hopper_launches
@@ -35,6 +36,10 @@ RAGGED = Case(
     dims=(128, 128),
     dtype=torch.bfloat16,
 )
+CODINGS = [
+    *((Encoding.E4M3FN, scales) for scales in (Scales.LAYER, Scales.HEAD, Scales.TOKEN)),
+    *((Encoding.E5M2, scales) for scales in (Scales.HEAD, Scales.TOKEN)),
+]
 # No row is shared: the cost is too high.
 NONE_SHARED = ALL_SHARED._replace(split_keys=NEVER_SPLIT)
 

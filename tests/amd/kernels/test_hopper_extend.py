@@ -41,7 +41,15 @@ from tests.amd.kernels.attention_cases import (
     run_extend_twin,
 )
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
-from tests.amd.kernels.hopper_cases import NONE_SHARED, RAGGED, RANGES, run_hopper, seventh_by_day, with_each_loop
+from tests.amd.kernels.hopper_cases import (
+    CODINGS,
+    NONE_SHARED,
+    RAGGED,
+    RANGES,
+    run_hopper,
+    seventh_by_day,
+    with_each_loop,
+)
 from tests.amd.runtime.token_stories import Story, Teller
 from tests.amd.schedule_twins import extend_schedule
 from tests.amd.tolerances import assert_attention_close
@@ -106,10 +114,6 @@ CAPS: list[dict[str, Any]] = [
     {"soft_cap": 50.0, "kv": Encoding.E5M2, "scales": Scales.TOKEN, "dtype": torch.float16},
 ]
 FEW_HEADS = {"kv_len": [90, 1, 33], "q_len": [5, 1, 3]}
-CODINGS = [
-    *((Encoding.E4M3FN, scales) for scales in (Scales.LAYER, Scales.HEAD, Scales.TOKEN)),
-    *((Encoding.E5M2, scales) for scales in (Scales.HEAD, Scales.TOKEN)),
-]
 CODED_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (64, 128), (256, 256), (80, 48), (16, 16)]
 coded_dims = pytest.mark.parametrize("dims", CODED_DIMS, ids=str)
 CASES: list[dict[str, Any]] = [
@@ -483,6 +487,6 @@ def test_pages_whose_slots_lie_at_equal_distances_are_read_where_they_are(
     tensors = build(replace(RAGGED, dims=dims, page_size=page_size), device)
     k, v = lay_out(tensors.k_pages, tensors.v_pages)
     assert not k.is_contiguous()
-    tiles = hopper_segment_tiles(*dims, page_size) if in_segments else None
+    tiles = hopper_segment_tiles(*dims, page_size, coded=False) if in_segments else None
     run_hopper(replace(tensors, k_pages=k, v_pages=v), NONE_SHARED if in_segments else ALL_SHARED, tiles=tiles)
     assert_served(tensors)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.cuts import SHARE_WORDS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT
-from rocm_attn.kernels.tuning.hopper_tiles import DIMS, hopper_segment_tiles
-from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HopperTiles, hopper_segment_tiles
+from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM
 from tests.amd.kernels import segment_cases
 from tests.amd.kernels.attention_cases import (
@@ -25,16 +25,27 @@ from tests.amd.kernels.attention_cases import (
     build,
 )
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
-from tests.amd.kernels.hopper_cases import NONE_SHARED, RAGGED, RANGES, run_hopper, seventh_by_day
+from tests.amd.kernels.hopper_cases import CODINGS, NONE_SHARED, RAGGED, RANGES, run_hopper, seventh_by_day
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.schedule_twins import extend_schedule
 
 pytestmark = OF_HOPPERS_KERNELS
 
 
+def tiles_of(case: Case) -> HopperTiles:
+    """Returns the tiles that serve a case."""
+    return hopper_segment_tiles(*case.dims, case.page_size, coded=case.kv is not None)
+
+
+def plain_tiles_of(case: Case) -> SegmentTiles:
+    """Returns the tiles that the plain kernels serve a case with."""
+    head_dim, v_head_dim = case.dims
+    return segment_tiles("sm_90", head_dim=head_dim, v_head_dim=v_head_dim, dtype=case.dtype, codes=case.codes)
+
+
 def run_segments(tensors: Tensors, *, sharing: RowSharing = NONE_SHARED) -> ExtendCut:
     """Runs the deterministic schedule, extend and merge."""
-    return run_hopper(tensors, sharing, tiles=hopper_segment_tiles(*tensors.case.dims, tensors.case.page_size))
+    return run_hopper(tensors, sharing, tiles=tiles_of(tensors.case))
 
 
 # Spans across borders of segments, and one that reaches two segments further than its first query block.
@@ -45,10 +56,17 @@ SPANS_OF_SEGMENTS: dict[str, Any] = {
 }
 
 
-@seventh_by_day(
-    "more, dims",
-    product([more for more in RANGES if "heads" not in more], (*DIMS, (MIN_HEAD_DIM, MIN_HEAD_DIM), (96, 64))),
-)
+RANGES_OF_DIMS = [
+    *product([more for more in RANGES if "heads" not in more], (*DIMS, (MIN_HEAD_DIM, MIN_HEAD_DIM), (96, 64))),
+    *(
+        ({**more, "kv": kv, "scales": scales, "page_size": 64}, dims)
+        for (kv, scales), dims in product(CODINGS, [(64, 64), (128, 128)])
+        for more in ({}, {"chunk": 256, "window_left": 99, "soft_cap": 30.0, "dtype": torch.float16})
+    ),
+]
+
+
+@seventh_by_day("more, dims", RANGES_OF_DIMS)
 def test_deterministic_extend_by_ranges_gives_the_bits_of_the_plain_kernel(
     more: dict[str, Any], dims: tuple[int, int], device: torch.device
 ) -> None:
@@ -56,8 +74,7 @@ def test_deterministic_extend_by_ranges_gives_the_bits_of_the_plain_kernel(
     run_segments(tensors)
     assert_served(tensors)
     plain = replace(tensors, out=torch.full_like(tensors.out, UNTOUCHED), lse=torch.full_like(tensors.lse, UNTOUCHED))
-    tiles = segment_tiles("sm_90", head_dim=dims[0], v_head_dim=dims[1], dtype=tensors.case.dtype)
-    segment_cases.run_extend(plain, tiles=tiles.of_masked_steps())
+    segment_cases.run_extend(plain, tiles=plain_tiles_of(tensors.case).of_masked_steps())
     assert torch.equal(plain.out, tensors.out)
     assert torch.equal(plain.lse, tensors.lse)
 
@@ -102,10 +119,21 @@ SEGMENT_SCORES: list[dict[str, Any]] = [
 ]
 
 
+CODED_SCORES: list[dict[str, Any]] = [
+    {"kv": kv, "scales": scales, **more}
+    for kv, scales in CODINGS
+    for more in (
+        {"page_size": 128},
+        {"dtype": torch.float16, "page_size": 64},
+        {"window_left": 1500, "sinks": True, "page_size": 8},
+        {"soft_cap": 30.0, "heads": (6, 1), "tail": 5},
+    )
+]
+CODED_DIMS = [(64, 64), (96, 96), (128, 128), (128, 64), (80, 48)]
 ODD_DIMS = [(MIN_HEAD_DIM, MIN_HEAD_DIM), (80, 80), (144, 144), (224, 224), (40, 128), (256, 72)]
 
 
-@seventh_by_day("scores, dims", product(SEGMENT_SCORES, (*DIMS, *ODD_DIMS)))
+@seventh_by_day("scores, dims", [*product(SEGMENT_SCORES, (*DIMS, *ODD_DIMS)), *product(CODED_SCORES, CODED_DIMS)])
 def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decode(
     scores: dict[str, Any], dims: tuple[int, int], device: torch.device
 ) -> None:
@@ -127,7 +155,7 @@ def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decod
         assert torch.equal(shared.out, tensors.out)
         assert torch.equal(shared.lse, tensors.lse)
     decoded = last_tokens(tensors)
-    tiles = segment_tiles("sm_90", head_dim=dims[0], v_head_dim=dims[1], dtype=tensors.case.dtype)
+    tiles = plain_tiles_of(tensors.case)
     segment_cases.run_decode(decoded, num_programs=132, tiles=tiles)
     assert_same_bits(decoded, tensors)
     # The plain kernel's tiles of few rows also give these bits. They serve steps of a few drafts per sequence.

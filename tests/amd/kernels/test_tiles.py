@@ -12,7 +12,7 @@ from rocm_attn.kernels.attention.limits import DTYPES, MAX_GQA_RATIO, MAX_HEAD_D
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES, extend_choices
-from rocm_attn.kernels.tuning.hopper_tiles import DIMS, hopper_segment_tiles, hopper_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import CODED_SEGMENT_DIMS, DIMS, hopper_segment_tiles, hopper_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tile_choices import TableFile
 from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTileChoice, DecodeTiles, ExtendTiles, NoTiles
@@ -154,12 +154,21 @@ def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> No
 
 @pytest.mark.fast
 @pytest.mark.parametrize("page_size", [2, 16])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(dims: tuple[int, int], page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("dims", "codes"),
+    [
+        *((dims, CodeKind.NONE) for dims in DIMS),
+        *itertools.product(CODED_SEGMENT_DIMS, (CodeKind.BY_ROW, CodeKind.BY_TOKEN)),
+    ],
+    ids=str,
+)
+def test_deterministic_extend_on_hopper_walks_keys_as_decode_does(
+    dims: tuple[int, int], codes: CodeKind, page_size: int
+) -> None:
     """Masked steps, which read bits of at most two words per row, do too."""
     for dtype in (torch.bfloat16, torch.float16):
-        ours = hopper_segment_tiles(*dims, page_size)
-        theirs = segment_tiles("sm_90", head_dim=dims[0], v_head_dim=dims[1], dtype=dtype)
+        ours = hopper_segment_tiles(*dims, page_size, coded=codes is not CodeKind.NONE)
+        theirs = segment_tiles("sm_90", head_dim=dims[0], v_head_dim=dims[1], dtype=dtype, codes=codes)
         assert (ours.segment_len, ours.value_block) == (theirs.segment_len, theirs.key_block)
         assert ours.extend.key_block in (ours.value_block, 2 * ours.value_block)
         assert theirs.key_block <= TWO_WORDS

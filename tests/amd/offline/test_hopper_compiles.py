@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,13 @@ from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.latent.limits import ANY_TOKENS
 from rocm_attn.kernels.model.gate import SILU, GateForm
 from rocm_attn.kernels.sparse.arguments import Indexing, SelectedArgs
-from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HopperTiles, hopper_segment_tiles, hopper_tiles
+from rocm_attn.kernels.tuning.hopper_tiles import (
+    CODED_SEGMENT_DIMS,
+    DIMS,
+    HopperTiles,
+    hopper_segment_tiles,
+    hopper_tiles,
+)
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
 from rocm_attn.kernels.tuning.sparse_tiles import HOPPER_RECORD_TILES, HOPPER_SELECTED_TILES
 from rocm_attn.machine.releases import Release, triton_version
@@ -160,11 +167,16 @@ def test_heads_that_fill_no_tile_do_too(dims: tuple[int, int], page_size: int) -
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_deterministic_extend_does_too(dims: tuple[int, int]) -> None:
-    tiles = hopper_segment_tiles(*dims, CASE.page_size)
+@pytest.mark.parametrize(
+    ("dims", "layer"),
+    [*((dims, "plain") for dims in DIMS), *product(CODED_SEGMENT_DIMS, ("codes", "codes_by_token"))],
+    ids=str,
+)
+def test_deterministic_extend_does_too(dims: tuple[int, int], layer: str) -> None:
+    case = replace(CASE, dims=dims, **LAYERS[layer])
+    tiles = hopper_segment_tiles(*dims, case.page_size, coded=case.kv is not None)
     assert_fast(
-        compiled(replace(CASE, dims=dims), tiles),
+        compiled(case, tiles),
         SPILLED_AROUND_MERGES[dims],
         parameters_to_scale=tiles.scales_seldom,
     )

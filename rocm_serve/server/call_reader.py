@@ -333,7 +333,11 @@ class AnswerReader(Reader):
         unopened, has_own = self._at, False
         while (mark := (yield from self._search(marks, unopened, ends))) is not None:
             if mark[3]:
-                return (yield from self._paired(unopened, mark))
+                own = yield from self._paired(unopened, mark)
+                if own is not None or mark[4] or self._is_cut:
+                    return own
+                unopened = mark.end()  # a text about calls: there is no such function
+                continue
             goes_on = mark[2] or (mark[1] and (yield from self._goes_on(mark, is_strict=has_own)))
             others = self._form.begins if mark[1] else ()
             is_text = not goes_on and (yield from self._closes_after(mark.end(), others))
@@ -357,7 +361,8 @@ class AnswerReader(Reader):
                 return mark
             at, depth = mark.end(), depth + (-1 if mark[1] else 1)
         ends = self._form.own_end, self._form.closes.strip() or self._form.begins[0]
-        self._has_begun_anew(begin, call.end())
+        if call[4]:
+            self._has_begun_anew(begin, call.end())
         if self._is_cut or (depth < _MOST_DEPTH and not self._held.rstrip().endswith(ends)):
             self._at = len(self._held)
         return None
@@ -401,7 +406,7 @@ class AnswerReader(Reader):
         """Finds the mark that closes a value of a function's parameter, which is group 1, and else what follows it.
 
         Qwen3-Coder and others may leave the mark out before another parameter, whose key is group 2, or the end of a
-        call. Group 3 is the mark of another call with a parameter.
+        call. Group 3 is the mark of another call with a parameter, and group 4 its function, if that is known.
         """
         form = self._form
         before, closes = map(re.escape, form.parameter_marks)
@@ -409,7 +414,7 @@ class AnswerReader(Reader):
         follow = [mark for mark in (form.closes.strip(), *form.begins) if mark]
         begins = f"{before}({'|'.join(map(re.escape, keys)) or '(?!)'})"
         begins += r"\s{0,8}".join(map(re.escape, HOLE.split(form.parameter)[3].split()))
-        names = f"(?:{'|'.join(map(re.escape, islice(self._functions, _MOST_KEYS)))})"
+        names = rf"(?:({'|'.join(map(re.escape, islice(self._functions, _MOST_KEYS)))})|[^\s<>\"]{{1,{MOST_SHORT}}})"
         words = [f"({re.escape(form.begins[-1])})", names, *map(re.escape, HOLE.split(form.call)[3].split()), before]
         call = r"\s{0,8}".join(words)
         return re.compile(

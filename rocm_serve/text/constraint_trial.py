@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -124,7 +124,9 @@ def run() -> None:
 
 def _why_not(tokens: Any, constraint: Constraint) -> str:
     try:
-        compiled_of(constraint, tokens)
+        # After a lead, the library notes that no text can follow only where one would begin.
+        for each in dict.fromkeys((replace(constraint, lead=""), constraint)):
+            compiled_of(each, tokens)
     except BadRequest as error:
         return str(error)
     except MemoryError:

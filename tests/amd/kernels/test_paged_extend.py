@@ -394,6 +394,16 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
     assert {a, b, c} == {GARBAGE}
 
 
+def test_blocks_of_a_sequence_with_many_more_keys_stay_together(kernel_device: torch.device) -> None:
+    """The second one has a key too few: its blocks that reach less far than 128 keys come last."""
+    kv_len, q_len, cut = [150, 149, 150], [60] * 3, ExtendCut(10, sharing=ALL_SHARED)
+    schedule = torch.full((cut.words(180, 3),), GARBAGE, dtype=torch.int32, device=kernel_device)
+    launch_extend_schedule(queries_of(kv_len, q_len, 180, kernel_device), schedule, cut)
+    words = as_in_the_twin(schedule.tolist(), cut)
+    assert words[: 18 * BLOCK_WORDS : BLOCK_WORDS] == [0] * 6 + [1] * 3 + [2] * 6 + [1] * 3
+    assert words == extend_schedule(kv_len, q_len, cut, 180)
+
+
 @pytest.mark.parametrize("sequences", Sequences)
 def test_a_schedule_leaves_out_sequences_with_cells_or_without(
     sequences: Sequences, kernel_device: torch.device

@@ -153,6 +153,13 @@ EXAMPLES = [
             ("qwen3_coder", QWEN_XML, "</function>\n</tool_call>"),
             ("minimax_m2", MINIMAX, '<invoke name="get-time">\n</invoke>\n</minimax:tool_call>'),
             ("qwen3_coder", QWEN_XML, f"{QWEN_XML} {QWEN_XML}"), ("minimax_m2", MINIMAX, MINIMAX), ("glm45", GLM, GLM),
+            # Texts about calls have names that are no function's. Some name the marks alone.
+            *(
+                (name, text, said)
+                for name, text in (("qwen3_coder", QWEN_XML), ("glm45", GLM), ("minimax_m2", MINIMAX))
+                for call in [text.replace("get_weather", "NAME")]
+                for said in (call, call.replace("city", "x").replace("days", "y"), call.partition("Oslo")[0])
+            ),
         )
         for text in [text.partition('<invoke name="get-time">')[0]]
     ),

@@ -142,6 +142,8 @@ def test_what_comes_before_a_constrained_text_is_tried_with_it() -> None:
         trial.check(Constraint.choice(["ab"]))
         with pytest.raises(BadRequest, match="the constraint cannot be used"):
             trial.check(replace(Constraint.choice(["ab"]), lead="lead: missing"))
+        with pytest.raises(BadRequest, match="no text can begin with it"):
+            trial.check(replace(Constraint.regex(r"[^\s\S]"), lead="lead: /a*b/"))
     finally:
         trial.end()
         trial.close()

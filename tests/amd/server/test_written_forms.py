@@ -96,7 +96,7 @@ def test_a_long_text_of_marks_is_read_once_and_not_once_a_mark(half: str, monkey
     assert 0 < looked_at <= len(example.text)
 
 
-@pytest.mark.parametrize("quoted", [QWEN_XML, "</function>\n</tool_call>"])
+@pytest.mark.parametrize("quoted", [QWEN_XML, QWEN_XML.replace("get_weather", "NAME"), "</function>\n</tool_call>"])
 def test_a_call_that_is_cut_where_its_text_quotes_one_is_none(quoted: str) -> None:
     """A model that has ended by itself has left out a mark, or has begun anew."""
     text = QWEN_XML.partition("Oslo")[0] + quoted
@@ -106,10 +106,21 @@ def test_a_call_that_is_cut_where_its_text_quotes_one_is_none(quoted: str) -> No
         assert any(isinstance(part, ToolCall) for part in parts) != is_cut
 
 
-def test_calls_that_are_given_up_within_values_are_read_a_few_times_each(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "half",
+    [
+        "<function=get_weather><parameter=city><function=f><parameter=a></parameter>",
+        "<function=get_weather><parameter=city><function=NAME><parameter=a></parameter>",
+        "<function=NAME><parameter=a></parameter>.",
+        "<function=NAME><parameter=a>",
+    ],
+)
+def test_calls_that_are_given_up_within_values_are_read_a_few_times_each(
+    half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     searches = noted(monkeypatch, AnswerReader, "_search")
-    half = "<function=get_weather><parameter=city><function=f><parameter=a></parameter>"
-    found_in(Example("qwen3_coder", half * 300, []), [half * 300])
+    text = "<function=get_weather><parameter=city>" + half * 300
+    found_in(Example("qwen3_coder", text, []), [text])
     assert 300 < len(searches) < 300 * 30
 
 

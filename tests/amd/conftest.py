@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.amd.fast import leave_to_the_night, of_shard
-from tests.amd.quick_interpreter import patch_once_per_launch
+from tests.amd.quick_interpreter import make_quick
 from tests.amd.worlds.problems import providers
 
 # Tests do not depend on tuning results measured on this machine.
@@ -31,7 +31,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    patch_once_per_launch()
+    make_quick()
 
 # Imported and collected objects stay to the end, so the garbage collector need not scan them.
 gc.disable()

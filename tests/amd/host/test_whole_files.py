@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -56,16 +57,13 @@ def test_two_processes_of_one_number_write_two_whole_files(tmp_path: Path, monke
     assert [*tmp_path.iterdir()] == [place]
 
 
-@pytest.fixture
-def full(tmp_path: Path) -> Iterator[Path]:
-    """A place with an older file, where the system writes no byte of a new one."""
-    place = tmp_path / "kept" / "file"
-    place.parent.mkdir()
-    place.write_text(OLD)
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Lets the system write no byte of a file. It ends within a test: pytest may write its dots into a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
-        yield place
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -98,11 +96,14 @@ def _record(place: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [_evidence, _tuning, _verdict, _bundle, _record])
-def test_a_full_disk_leaves_the_older_file_alone(write: Callable[[Path], None], full: Path) -> None:
-    with pytest.raises(OSError, match=r"too large|could not be written|no error"):
-        write(full)
-    assert [path.name for path in full.parent.iterdir()] == [full.name]
-    assert full.read_text() == OLD
+def test_a_full_disk_leaves_the_older_file_alone(write: Callable[[Path], None], tmp_path: Path) -> None:
+    place = tmp_path / "kept" / "file"
+    place.parent.mkdir()
+    place.write_text(OLD)
+    with full_disk(), pytest.raises(OSError, match=r"too large|could not be written|no error"):
+        write(place)
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+    assert place.read_text() == OLD
 
 
 def test_entries_of_a_bundle_leave_no_parts_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 from tests.amd.mutation.memory import Fenced, Memory, Poisoned
 from tests.amd.mutation.mutants import KERNELS
-from tests.amd.quick_interpreter import patch_once_per_launch
+from tests.amd.quick_interpreter import make_quick
 
 # Operations on two operands in Triton's interpreter. A check does fewer than 200,000 on the unchanged kernels. A kernel
 # that does three times as many is taken for endless.
@@ -109,7 +109,7 @@ def _report(folder: Path, check: str, trial: Trial, most_operations: int, sender
     checks = import_module("tests.amd.mutation.checks")
     copied = sys.modules["rocm_attn.kernels.launch"].__file__ or ""
     assert Path(copied).is_relative_to(folder), f"{copied} is not the copy in {folder}"
-    patch_once_per_launch()
+    make_quick()
     if trial.is_backwards:
         _run_programs_backwards()
     _count_operations(most_operations)

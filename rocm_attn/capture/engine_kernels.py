@@ -21,7 +21,7 @@ from rocm_attn.machine.compile_watch import compile_watch
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.named_pages import name_pages
 from rocm_attn.problem import AllKeys, Indexer, Problem
-from rocm_attn.step.external_step import ONE_EACH, Boundaries, DeviceSpans, ExternalStep
+from rocm_attn.step.external_step import ONE_EACH, BoolCells, Boundaries, DeviceSpans, ExternalStep
 from rocm_attn.step.protocols import LayerCalls
 
 # Chooses the keys of a step's tokens in a layer that has an indexer: the calls, the layer, its problem, the tokens.
@@ -45,12 +45,14 @@ class StepsAhead:
     most_new: new tokens of a sequence, at most
     stores:   whether the layers store K and V by our kernels
     choose:   how they choose keys
+    tree_tokens: tokens of a tree of drafts that a step verifies in each sequence, with a mask of cells; 0: none does
     """
 
     own_form: Callable[[ExternalStep], ExternalStep]
     most_new: int = MOST_TOKENS
     stores: bool = True
     choose: Choose = by_own_indexer
+    tree_tokens: int = 0
 
 
 @torch.inference_mode(False)  # engines build their layers in either mode
@@ -68,7 +70,11 @@ def run_ahead(attention: ExternalAttention, ahead: StepsAhead) -> int:
     inputs, done = ZeroInputs(attention.device), 0
     nowhere = torch.full((_most_tokens(bounds),), -1, dtype=torch.int64, device=attention.device)
     for shape, q_len in _steps(bounds, ahead.most_new):
-        for step in _each_kind(attention, ahead.own_form(_new_step(q_len, shape.num_seqs, attention.device))):
+        step = ahead.own_form(_new_step(q_len, shape.num_seqs, attention.device))
+        steps = list(_each_kind(attention, step))
+        if step.min_q_len > 1 and shape.num_tokens <= ahead.tree_tokens * shape.num_seqs:
+            steps.append(replace(step, mask=_cells_of(q_len, attention.device)))
+        for step in steps:
             attention.begin(step)
             num_tokens = step.shape.num_tokens
             attention.fill(nowhere[:num_tokens])
@@ -157,6 +163,12 @@ def _each_kind(attention: ExternalAttention, step: ExternalStep) -> Iterator[Ext
     if not step.shape.kind.decodes and any(problem.custom_mask for problem in problems):
         none = torch.empty(0, 3, dtype=torch.int32, device=attention.device)
         yield replace(step, mask=DeviceSpans(none))
+
+
+def _cells_of(q_len: Sequence[int], device: torch.device) -> BoolCells:
+    """Returns a mask of sequences without other tokens than their new ones, that hides none."""
+    cells = torch.ones(sum(new * new for new in q_len), dtype=torch.bool, device=device)
+    return BoolCells(cells, torch.cat([torch.arange(new) for new in q_len]).to(device))
 
 
 def _attend(attention: ExternalAttention, step: ExternalStep, ahead: StepsAhead, inputs: ZeroInputs) -> None:

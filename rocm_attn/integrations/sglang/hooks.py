@@ -179,7 +179,8 @@ class AttentionHooks:
         serving.tried(attention, lambda count: self._bind(attention, self._layers.lent(self.token_to_kv_pool, count)))
         self._pool_seen = self.token_to_kv_pool
         self._bind(attention, self._pool_seen)
-        serving.ran_ahead(attention, StepsAhead(as_sglang_makes_it))
+        trees = serving.draft_tokens if serving.with_trees else 0
+        serving.ran_ahead(attention, StepsAhead(as_sglang_makes_it, tree_tokens=trees))
         for space, source in self._sources().items():
             attention.tables.use(source, space)
         return attention

@@ -68,7 +68,7 @@ def test_steps_run_ahead_over_blocks_that_vllm_makes_in_inference_mode() -> None
 
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"windows": (-1, 5), "with_window_pool": True}, {"is_latent": True}, {"with_trees": True}],
+    [{}, {"windows": (-1, 5), "with_window_pool": True}, {"is_latent": True}, {"with_trees": True, "draft_tokens": 4}],
     ids=["plain", "pools", "latent", "trees"],
 )
 def test_sglangs_pool_stays_and_its_steps_are_right_afterwards(

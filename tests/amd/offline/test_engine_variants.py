@@ -145,6 +145,39 @@ class SglangSteps:
         self.engine.forward(self.engine.step_of(batch, new), self.hooks)
 
 
+class SglangTrees(SglangSteps):
+    """An SGLang model whose drafts are verified as trees, without graphs."""
+
+    TOKENS = 6
+
+    def __init__(self, ran_ahead: RanAhead) -> None:
+        super().__init__({"with_trees": True, "draft_tokens": self.TOKENS}, ran_ahead)
+
+    def step(self, new: Sequence[int], cached: int) -> None:
+        """Runs a step; if its sequences have several new tokens each, they are trees of drafts."""
+        if min(new) == 1:
+            super().step(new, cached)
+            return
+        count, num_tokens = len(new), len(new) * self.TOKENS
+        cached = min(cached, LONGEST - self.TOKENS)
+        batch: Any = SimpleNamespace(
+            forward_mode=Mode.TARGET_VERIFY,
+            batch_size=count,
+            req_pool_indices=torch.arange(1, count + 1),
+            seq_lens=torch.full((count,), cached),
+            seq_lens_cpu=None,
+            out_cache_loc=torch.zeros(num_tokens, dtype=torch.int64),
+            positions=torch.zeros(num_tokens, dtype=torch.int64),
+            spec_info=SimpleNamespace(
+                draft_token_num=self.TOKENS,
+                topk=2,
+                custom_mask=torch.ones(num_tokens * (cached + self.TOKENS), dtype=torch.bool),
+            ),
+        )
+        self.hooks.init_forward_metadata(batch)
+        self.engine.forward(self.engine.step_of(batch, [self.TOKENS] * count), self.hooks)
+
+
 def run_and_keep(kept: set[Variant], attention: ExternalAttention, ahead: StepsAhead) -> None:
     with noted_variants(kept):
         run_ahead(attention, ahead)
@@ -195,6 +228,13 @@ def test_neither_do_sglangs(fields: dict[str, Any], target: Target) -> None:
     ahead, served = ahead_and_served(partial(SglangSteps, fields), target)
     assert names_of(served - ahead) == []
     assert {"_publish_engine_kernel", "_gather_table_kernel"} <= set(names_of(served))
+
+
+@pytest.mark.parametrize("target", [CDNA, HOPPER], ids=["CDNA", "Hopper"])
+def test_neither_do_trees_of_drafts(target: Target) -> None:
+    ahead, served = ahead_and_served(SglangTrees, target)
+    assert names_of(served - ahead) == []
+    assert "_pack_mask_kernel" in names_of(served)
 
 
 def test_a_number_of_sequences_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

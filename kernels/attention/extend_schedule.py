@@ -32,7 +32,7 @@ most_keys. The last term is there because k + 1 rows that long have one slot amo
 
 Deterministic attention shares rows by whole segments (segment_len) and keeps each as a part. So a share takes as long
 as its segments, rounded up, and costs gain / 16 of its keys more. No share is smaller than a segment: if rows are few,
-some programs have no share, and these take the longest of the whole rows (hopper/rows.py). Or whole rows are a launch
+some programs have no share, and these take the first of the whole rows (hopper/rows.py). Or whole rows are a launch
 of their own, after that of the shares (shares_first). Rows that are cut alike have parts of as few whole segments as
 programs allow. Else a share that is a little longer than a segment may have the ends of two.
 

@@ -321,6 +321,9 @@ class AnswerReader(Reader):
             if head.endswith("\n") and closes.startswith("\n"):  # one new line is the form's, not the value's
                 value = value.removeprefix("\n").removesuffix("\n")
             pairs.append((one["key"].strip(), value, one.get("kind", "")))
+        # A mark that comes later, and that nothing opens, is that of a value which went on.
+        if unclosed > 0 and (yield from self._closes_after(self._at, ())):
+            return False
         found["parameters"] = pairs
         return True
 

@@ -413,6 +413,11 @@ EXAMPLES = [
                 )
                 for quoted in (key.format("days"), f"{key.format('x')}1{closes}{key.format('y')}")
             ),
+            # Nor does it within the end of a call that it quotes from a parameter on.
+            *(
+                (name, text.replace("Oslo", f"{text.partition('get_weather')[2].replace('city', 'x')} it is"))
+                for name, text in (("qwen3_coder", QWEN_XML), ("glm45", GLM))
+            ),
             # A call in a value that is cut is none.
             *(
                 (name, text.replace("Oslo", f"{text} it is").partition(" is")[0])

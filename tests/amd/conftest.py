@@ -1,6 +1,7 @@
 """Fixtures and settings of all tests: a device, no deadline, and memory that is NaN until it is written."""
 
 import gc
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from tests.amd.ending import note_end
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.amd import forked
 from tests.amd.fast import leave_to_the_night, of_shard
 from tests.amd.quick_interpreter import make_quick
 from tests.amd.worlds.problems import providers
@@ -69,6 +71,15 @@ def heard() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def torch_is_imported() -> Iterator[None]:
+    """Processes and ranks begin with torch; those of tests/amd/server/load and of docs/tensor_parallel.md import it."""
+    context = forked.context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda _: context)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ def load(*, device: torch.device, ranks: Ranks) -> LoadedModel:
     return LoadedModel(SMALL.on_one_of(ranks.shard.num_ranks), weights, None, ranks)
 
 
+@pytest.mark.usefixtures("torch_is_imported")
 def test_a_step_is_measured_once_all_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MODEL": SMALL, "PROMPT": 6, "LONG_PROMPT": 40, "WARM_STEPS": 2, "STEPS": 3}.items():
         monkeypatch.setattr(ranks, name, value)

@@ -29,7 +29,8 @@ def compiled_decode(arch: str, case: Case) -> CompiledKernel:
 
 
 def compiled_extend(arch: str, case: Case) -> CompiledKernel:
-    tensors, name = build(case, CPU), "_cdna_extend_kernel"
+    """Extend in the tiles that serve a case of two sequences, for few tokens: their number changes no code."""
+    tensors, name = build(replace(case, q_len=[7, 3]), CPU), "_cdna_extend_kernel"
     return last_compiled_by(lambda: run_cdna_extend(arch, tensors), arch, [name])[name]
 
 

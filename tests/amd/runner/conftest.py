@@ -1,17 +1,13 @@
 """The fixtures that all tests here share."""
 
-import multiprocessing
-from collections.abc import Iterator
-
 import pytest
 
 from rocm_serve.models.loading import LoadedModel
-from tests.amd import forked
 from tests.amd.coroutines import pytest_pyfunc_call
 from tests.amd.one_thread import one_thread
 from tests.amd.runner.tiny_model import tiny_model, with_nan_token
 
-__all__ = ["loaded", "one_thread", "poisoned", "pytest_pyfunc_call", "torch_is_imported"]
+__all__ = ["loaded", "one_thread", "poisoned", "pytest_pyfunc_call"]
 
 
 @pytest.fixture(scope="session")
@@ -23,12 +19,3 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="session")
 def poisoned() -> LoadedModel:
     return with_nan_token(tiny_model())
-
-
-@pytest.fixture(scope="module")
-def torch_is_imported() -> Iterator[None]:
-    """Processes and ranks begin with torch; those of tests/amd/server/load and of docs/tensor_parallel.md import it."""
-    context = forked.context()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing, "get_context", lambda _: context)
-        yield

@@ -5,7 +5,7 @@ The memory is that of tensors on the CPU, metered, of a made-up size; tests/amd/
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -55,10 +55,10 @@ BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=4, chunk=16, 
 
 
 @pytest.fixture
-def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], MeteredMemory]]:
-    """Yields a function: bytes -> memory, which CPU engines take for the device's; allocations are not rounded.
+def metered(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], MeteredMemory]:
+    """Returns a function: bytes -> memory, which CPU engines take for the device's; allocations are not rounded.
 
-    Earlier objects of the process are exempt from garbage collection meanwhile, so that collecting takes no time.
+    Earlier objects of the process are exempt from garbage collection from then on, so that collecting takes no time.
     """
 
     def of(total: int) -> MeteredMemory:
@@ -67,9 +67,9 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Metered
         monkeypatch.setattr(pool_size, "_ALLOCATION_BYTES", 0)
         return memory
 
+    gc.collect()
     gc.freeze()
-    yield of
-    gc.unfreeze()
+    return of
 
 
 def test_k_and_v_get_what_is_left_of_the_share() -> None:

@@ -122,11 +122,8 @@ def test_an_engine_that_is_killed_ends_every_answer_with_one_error_and_then_the_
     assert server.end() == FAILED
 
 
-def test_an_engine_that_hangs_is_killed_after_the_drain_whatever_clients_have_left_in_it(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rocm_serve.engine_process._END_SECONDS", 0.01)
-    server = Served(model)
+def test_an_engine_that_hangs_is_killed_after_the_drain_whatever_clients_have_left_in_it(model: Path) -> None:
+    server = Served(model, end_seconds=0.01)
     with ask(server, stream=True):
         for pid in family(server.pid)[1:]:
             os.kill(pid, signal.SIGSTOP)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from rocm_attn.cli import main
+from rocm_serve import engine_process
 from tests.amd.forked import context
 from tests.amd.server.scraped import families_of
 
@@ -34,11 +35,14 @@ class Served:
     log:  its stderr so far, in lines
     """
 
-    def __init__(self, model: Path, *flags: str, port: int = 0) -> None:
-        """It listens when this returns. Raises AssertionError, with its log, if it does not start."""
+    def __init__(self, model: Path, *flags: str, port: int = 0, end_seconds: float | None = None) -> None:
+        """It listens when this returns. Raises AssertionError, with its log, if it does not start.
+
+        end_seconds: before its engine is killed that was asked to end; None for the server's own
+        """
         reading, writing = Pipe(duplex=False)
         arguments = ["serve", "--model", str(model), "--port", str(port), *FLAGS, *flags]
-        self._process = context().Process(target=_run, args=(arguments, writing))
+        self._process = context().Process(target=_run, args=(arguments, writing, end_seconds))
         self._process.start()
         writing.close()
         self.log: list[str] = []
@@ -169,7 +173,9 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def _run(arguments: list[str], writing: Connection) -> None:
+def _run(arguments: list[str], writing: Connection, end_seconds: float | None) -> None:
     os.dup2(writing.fileno(), 2)
+    if end_seconds is not None:
+        engine_process._END_SECONDS = end_seconds
     torch.set_num_threads(1)
     sys.exit(main(arguments))

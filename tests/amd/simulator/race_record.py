@@ -54,7 +54,7 @@ CASES_OF_BARRIERS = {
     "_expert_product_kernel": "gfx942-experts-float16-1",
     "_expert_sums_kernel": "gfx950-choice-float16",
     "_extend_kernel": "gfx950-6x2-80x48-float16-page5-below",
-    "_extend_merge_kernel": "gfx942-shared_rows-6x2-80x48-float16-page5",
+    "_extend_merge_kernel": "gfx942-shared_rows-6x2-128x128-bfloat16-page16",
     "_fill_kernel": "gfx950-metadata/fill_roles",
     "_fold_rows_kernel": "gfx942-sparse-rows",
     "_index_scores_kernel": "gfx950-sparse-coded_tokens",

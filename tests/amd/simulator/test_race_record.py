@@ -1,6 +1,7 @@
 """Our kernels have no races but those that are listed, and every barrier that is removed is found or was not needed."""
 
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -17,7 +18,13 @@ from tests.amd.kernels.attention_cases import Case, assert_served, build, run_de
 from tests.amd.simulator.barrier_mutants import Barrier, Judge
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.kernel_cases import GRID
-from tests.amd.simulator.race_record import CASES_OF_BARRIERS, TOLERATED, watch_case, without_barriers
+from tests.amd.simulator.race_record import (
+    CASES_OF_BARRIERS,
+    CASES_OF_OTHER_BARRIERS,
+    TOLERATED,
+    watch_case,
+    without_barriers,
+)
 from tests.amd.simulator.snippet import allocation
 from tests.amd.simulator.test_launches import simulated_kernel
 from tests.amd.simulator.test_races import CODES, Code
@@ -38,6 +45,11 @@ def test_the_page_answers_for_the_programs_of_every_kernel_that_it_names() -> No
     page = (ROOT / "docs" / "races.md").read_text()
     names = [[row.split("|")[1] for row in rows_of(page, part)] for part in ("races", "proofs")]
     assert names[0] == names[1]
+
+
+def test_every_case_that_reaches_barriers_is_there() -> None:
+    others = chain.from_iterable(CASES_OF_OTHER_BARRIERS.values())
+    assert {*CASES_OF_BARRIERS.values(), *others} <= {*map(str, GRID)}
 
 
 @pytest.mark.nightly

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv-test and runs every check, or only the stages named:
 #   bash scripts/test.sh [STAGE...]
-# An argument may name several stages, 'host interpreter soak': four run side by side, and the next begins as soon as
+# An argument may name several stages, 'host interpreter soak': five run side by side, and the next begins as soon as
 # one ends.
 #
 # With SHARD=2/5 in the environment a stage runs the second of five parts of its tests; one without tests is whole in one
@@ -320,7 +320,7 @@ print_rest() {
 }
 trap print_rest EXIT
 
-# time_side_by_side STAGE...: four at a time, as some mostly wait for processes that they started. Each has half of the
+# time_side_by_side STAGE...: five at a time, as some mostly wait for processes that they started. Each has half of the
 # cores (unless PYTEST_XDIST_AUTO_NUM_WORKERS says how many), as a worker of pytest's imports and collects all tests
 # of its stage. The output of a stage is printed when it ends.
 time_side_by_side() {
@@ -330,7 +330,7 @@ time_side_by_side() {
     # A single worker would only add a process that hands it tests: with 0 pytest runs them itself.
     [ "$workers" -gt 1 ] || workers=0
     for stage in "$@"; do
-        while [ "$(jobs -rp | wc -l)" -ge 4 ]; do
+        while [ "$(jobs -rp | wc -l)" -ge 5 ]; do
             wait -n || true # whether it passed is in its file
             print_ended "$@"
         done

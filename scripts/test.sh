@@ -10,8 +10,9 @@
 #   lint             ruff, format and lint
 #   types            mypy --strict over the package, the tests and the laboratory
 #   host             most tests that need neither a GPU nor Triton's interpreter
-#   runner           the engine and its models, the providers of AITER's kernels, and faults that the soak must find
-#   server           the server and clients that load it, and the doctor: processes that are mostly waited for
+#   runner           the engine and its models, and faults that the soak must find
+#   server           the server and clients that load it, and the doctor, whose processes are mostly waited for; and the
+#                    providers of AITER's kernels
 #   house            the rules of the house, the pages and the images
 #   interpreter      the kernels, and the runtime on top of them, under Triton's interpreter
 #   mutation         a mask of each folder of kernels removed in a copy: a check under Triton's interpreter must notice
@@ -140,8 +141,8 @@ spread() {
 
 # The folders of tests that need neither a GPU nor Triton's interpreter, in four parts that can run side by side.
 readonly HOST=(tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs})
-readonly RUNNER=(tests/amd/{runner,system,aiter,aiter_source})
-readonly SERVER=(tests/amd/{server,bench,doctor}) HOUSE=(tests/amd/{docs,house})
+readonly RUNNER=(tests/amd/{runner,system})
+readonly SERVER=(tests/amd/{server,bench,doctor,aiter,aiter_source}) HOUSE=(tests/amd/{docs,house})
 # Those for the owner of an AMD GPU.
 readonly ROCM=(tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor})
 

@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange
-from rocm_attn.kernels.attention.coded import LEAST_SCALE
+from rocm_attn.kernels.attention.coded import LEAST_SCALE, scaled_value_parts
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
 from rocm_attn.kernels.attention.extend_schedule import (
@@ -53,7 +53,6 @@ from rocm_attn.kernels.hopper.key_steps import (
     pass_steps,
     rows_of_scores,
     with_bound,
-    with_value_scale,
 )
 from rocm_attn.kernels.hopper.query_rows import (
     QueryOutputs,
@@ -150,7 +149,7 @@ def _attend_segments(GROUP: gl.constexpr, n, query, rings, row, v_scale_value, t
     for segment in range(first_segment, end_segment):
         span = KeyRange(gl.maximum(steps.first, segment * STEPS), gl.minimum(steps.end, (segment + 1) * STEPS))
         softmax, n = _attend_span(n, query, rings, span, row.edge_step, row.seen, G)
-        softmax = with_bound(with_value_scale(softmax, v_scale_value, G), G)
+        softmax = with_bound(scaled_value_parts(softmax, v_scale_value, G), G)
         part = segment - first_segment + 1
         is_last = segment == end_segment - 1
         if row.done == 0:

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.attention.coded import scaled_parts
+from rocm_attn.kernels.attention.coded import scaled_value_parts
 from rocm_attn.kernels.attention.softmax import capped_at_once, raised_seldom
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.powers import scaled_powers
@@ -170,18 +170,9 @@ def nothing_seen(G: gl.constexpr):
 
 
 @gluon.jit
-def with_value_scale(softmax, v_scale_value, G: gl.constexpr):
-    """A softmax state with the scale of V's codes, of the layer or of a head, in its accumulators."""
-    acc, maximum, total = softmax
-    if G.CODE_TILES > 0 and G.SCALES != TOKEN_SCALES:
-        acc = scaled_parts(acc, v_scale_value)
-    return Softmax(acc, maximum, total)
-
-
-@gluon.jit
 def ended(softmax, v_scale_value, G: gl.constexpr):
     """A softmax state with the sums of rows instead of those of lanes. v_scale_value: scale of V's codes"""
-    acc, maximum, total = with_value_scale(softmax, v_scale_value, G)
+    acc, maximum, total = scaled_value_parts(softmax, v_scale_value, G)
     total = gl.convert_layout(gl.sum(total, 1), maximum.type.layout)
     return with_bound(Softmax(acc, maximum, total), G)
 

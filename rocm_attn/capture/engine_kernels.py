@@ -70,11 +70,8 @@ def run_ahead(attention: ExternalAttention, ahead: StepsAhead) -> int:
     inputs, done = ZeroInputs(attention.device), 0
     nowhere = torch.full((_most_tokens(bounds),), -1, dtype=torch.int64, device=attention.device)
     for shape, q_len in _steps(bounds, ahead.most_new):
-        step = ahead.own_form(_new_step(q_len, shape.num_seqs, attention.device))
-        steps = list(_each_kind(attention, step))
-        if step.min_q_len > 1 and shape.num_tokens <= ahead.tree_tokens * shape.num_seqs:
-            steps.append(replace(step, mask=_cells_of(q_len, attention.device)))
-        for step in steps:
+        own = ahead.own_form(_new_step(q_len, shape.num_seqs, attention.device))
+        for step in _each_kind(attention, own, q_len, ahead.tree_tokens):
             attention.begin(step)
             num_tokens = step.shape.num_tokens
             attention.fill(nowhere[:num_tokens])
@@ -155,14 +152,21 @@ def _new_step(q_len: Sequence[int], padded_seqs: int, device: torch.device) -> E
     )
 
 
-def _each_kind(attention: ExternalAttention, step: ExternalStep) -> Iterator[ExternalStep]:
-    """A step in each causality that there is, and with a mask if the layers take one."""
+def _each_kind(
+    attention: ExternalAttention, step: ExternalStep, q_len: Sequence[int], tree_tokens: int
+) -> Iterator[ExternalStep]:
+    """A step in each causality that there is, and with each mask that it may have.
+
+    q_len: of its sequences; tree_tokens: of StepsAhead
+    """
     for causality in attention.options.causalities:
         yield replace(step, causality=causality)
     problems = attention.kernels(attention.options.causalities[0]).problems
     if not step.shape.kind.decodes and any(problem.custom_mask for problem in problems):
         none = torch.empty(0, 3, dtype=torch.int32, device=attention.device)
         yield replace(step, mask=DeviceSpans(none))
+    if step.min_q_len > 1 and step.padded_tokens <= tree_tokens * step.padded_seqs:
+        yield replace(step, mask=_cells_of(q_len, attention.device))
 
 
 def _cells_of(q_len: Sequence[int], device: torch.device) -> BoolCells:

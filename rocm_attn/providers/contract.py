@@ -332,12 +332,11 @@ class Limits:
             return []
         reasons = []
         dims = (problem.head_dim, problem.v_head_dim)
+        found = f"head_dim/v_head_dim {dims[0]}/{dims[1]} of eight-bit pages are"
         if any(dim % self.coded_dim_step for dim in dims):
-            step = self.coded_dim_step
-            reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} of eight-bit pages are not multiples of {step}")
+            reasons.append(f"{found} not multiples of {self.coded_dim_step}")
         if 0 < self.most_coded_dim < max(dims):
-            largest = f"larger than {self.most_coded_dim}"
-            reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} of eight-bit pages are {largest}")
+            reasons.append(f"{found} larger than {self.most_coded_dim}")
         if self.coded_page_sizes and problem.page_size not in self.coded_page_sizes:
             allowed = _either(self.coded_page_sizes)
             reasons.append(f"it reads eight-bit pages of {allowed} tokens, not {problem.page_size}")

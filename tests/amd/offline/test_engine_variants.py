@@ -141,6 +141,9 @@ class SglangSteps:
             mm_inputs=None,
             spec_info=None,
         )
+        self.run(batch, new)
+
+    def run(self, batch: Any, new: Sequence[int]) -> None:
         self.hooks.init_forward_metadata(batch)
         self.engine.forward(self.engine.step_of(batch, new), self.hooks)
 
@@ -174,8 +177,7 @@ class SglangTrees(SglangSteps):
                 custom_mask=torch.ones(num_tokens * (cached + self.TOKENS), dtype=torch.bool),
             ),
         )
-        self.hooks.init_forward_metadata(batch)
-        self.engine.forward(self.engine.step_of(batch, [self.TOKENS] * count), self.hooks)
+        self.run(batch, [self.TOKENS] * count)
 
 
 def run_and_keep(kept: set[Variant], attention: ExternalAttention, ahead: StepsAhead) -> None:

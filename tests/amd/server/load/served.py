@@ -35,10 +35,12 @@ class Served:
     log:  its stderr so far, in lines
     """
 
-    def __init__(self, model: Path, *flags: str, port: int = 0, end_seconds: float | None = None) -> None:
+    def __init__(
+        self, model: Path, *flags: str, port: int = 0, end_seconds: float = engine_process._END_SECONDS
+    ) -> None:
         """It listens when this returns. Raises AssertionError, with its log, if it does not start.
 
-        end_seconds: before its engine is killed that was asked to end; None for the server's own
+        end_seconds: before its engine is killed that was asked to end
         """
         reading, writing = Pipe(duplex=False)
         arguments = ["serve", "--model", str(model), "--port", str(port), *FLAGS, *flags]
@@ -173,9 +175,8 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def _run(arguments: list[str], writing: Connection, end_seconds: float | None) -> None:
+def _run(arguments: list[str], writing: Connection, end_seconds: float) -> None:
     os.dup2(writing.fileno(), 2)
-    if end_seconds is not None:
-        engine_process._END_SECONDS = end_seconds
+    engine_process._END_SECONDS = end_seconds
     torch.set_num_threads(1)
     sys.exit(main(arguments))

@@ -72,8 +72,6 @@ class ChunkRows(NamedTuple):
     q_token: Any
     k: Any
     k_token: Any
-    v: Any
-    v_token: Any
     decay: Any
     decay_token: Any
     beta: Any
@@ -210,22 +208,32 @@ def _inverse(a, row, column):
 
 
 @gluon.jit
-def _store_solved(solver, rows, of_columns, first, row_of, num_rows):
-    """Writes rows [64, 128]: the product of a matrix [64, 64] and of rows in shared memory.
+def _store_solved(products, solver, of_rows, k_rows, to, num_rows):
+    """Writes the products [64, 64] times T, and T, transposed, times rows of k [64, 128].
 
-    of_columns: factors of each half's columns, [1, 64] in the layout of products
+    products, k_rows: in shared memory
+    of_rows:          factors of rows of k, [64, 1] in the layout of products
     """
-    operand = gl.convert_layout(solver.to(gl.bfloat16), _OF_PRODUCTS)
-    none = gl.zeros([_CHUNK, _HALF], gl.float32, layout=_PRODUCTS)
-    halves = (
-        warpgroup_mma(operand, rows.index(0), none, use_acc=False, is_async=True),
-        warpgroup_mma(operand, rows.index(1), none, use_acc=False, is_async=True),
+    room, for_rows = _new_room(gl.bfloat16), _new_room(gl.bfloat16)
+    room.store(solver.to(gl.bfloat16))
+    for_rows.store((solver * of_rows).to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    none = gl.zeros([_CHUNK, _CHUNK], gl.float32, layout=_PRODUCTS)
+    transposed = for_rows.permute((1, 0))
+    solved = (
+        warpgroup_mma(products, room, none, use_acc=False, is_async=True),
+        warpgroup_mma(transposed, k_rows.index(0), none, use_acc=False, is_async=True),
+        warpgroup_mma(transposed, k_rows.index(1), none, use_acc=False, is_async=True),
     )
-    halves = warpgroup_mma_wait(0, halves)
-    rows._keep_alive()
-    for half in gl.static_range(2):
-        of_half = gl.convert_layout((halves[half] * of_columns[half]).to(gl.bfloat16), _COPIED)
-        _store(first + half * _HALF, row_of, num_rows, of_half, _COPIED)
+    solved = warpgroup_mma_wait(0, solved)
+    products._keep_alive()
+    room._keep_alive()
+    for_rows._keep_alive()
+    k_rows._keep_alive()
+    for i in gl.static_range(3):
+        first = to.products if i == 0 else to.write + (i - 1) * _HALF
+        _store(first, to.row, num_rows, gl.convert_layout(solved[i].to(gl.bfloat16), _COPIED), _COPIED)
 
 
 @gluon.jit
@@ -276,15 +284,14 @@ def _halves(first, second):
 @gluon.jit
 def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
     """Writes a chunk's values if channels decay by themselves."""
-    k_rows, q_rows, values = _new_halves(), _new_halves(), _new_halves()
+    k_rows, q_rows, until_last = _new_halves(), _new_halves(), _new_halves()
     decays = gl.allocate_shared_memory(gl.float32, [2, _CHUNK, _HALF], _LINEAR)
     of_sums = gl.allocate_shared_memory(gl.float32, [2, 4, _HALF], _LINEAR)
     _copy(of.decay, of.decay_token, num_rows, decays, _COPIED_WORDS)
     _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
     _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
-    _copy(of.v, of.v_token, num_rows, values, _COPIED)
     strengths = _strengths(of, num_rows)
-    async_copy.wait_group(1)
+    async_copy.wait_group(0)
     gl.thread_barrier()
     _scale_rows(k_rows, 1.0)
     _scale_rows(q_rows, G.RULE.scale)
@@ -317,7 +324,7 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
         powers = gl.exp2(-since_middle)
         after = gl.exp2(gl.where(in_first, sum_1 + sum_2 + sum_3, sum_3))
         until = (powers * gl.expand_dims(after, 1)).to(gl.bfloat16)
-        _store_quarters(to.write + half * _HALF, to.row, num_rows, _times(k, until))
+        _put(_times(k, until), until_last.index(half))
         _put(_times(k, powers.to(gl.bfloat16)), earlier)
         powers = gl.exp2(since_middle)
         factors = powers.to(gl.bfloat16)
@@ -339,37 +346,30 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
         a_later = warpgroup_mma(k_later, second, a_later, is_async=True)
         p_later = warpgroup_mma(q_later, second, p_later, is_async=True)
         _store_quarters(to.read + half * _HALF, to.row, num_rows, _times(q, since))
+        _store_quarters(to.predict + half * _HALF, to.row, num_rows, _times(k, since))
         a, p, a_later, p_later = warpgroup_mma_wait(0, (a, p, a_later, p_later))
     # Products read these rooms until here: no new room may lie there.
+    k_rows._keep_alive()
     q_rows._keep_alive()
     k_later._keep_alive()
     q_later._keep_alive()
     earlier._keep_alive()
     gl.thread_barrier()
     row, column = _row_and_column(_PRODUCTS)
-    products = gl.where(row >= column, _halves(p, p_later), 0.0)
-    _store(to.products, to.row, num_rows, products, _PRODUCTS)
+    products = _new_room(gl.bfloat16)
+    products.store(gl.where(row >= column, _halves(p, p_later), 0.0).to(gl.bfloat16))
     a = gl.where(row > column, _halves(a, a_later) * _of_rows(strengths), 0.0)
     solver = _inverse(a, row, column) * _of_columns(strengths)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    gl.thread_barrier()
-    _store_solved(solver, values, (1.0, 1.0), to.u, to.row, num_rows)
-    of_columns = (
-        gl.exp2(of_sums.index(0).slice(0, 1).load(_PRODUCTS)),
-        gl.exp2(of_sums.index(1).slice(0, 1).load(_PRODUCTS)),
-    )
-    _store_solved(solver, k_rows, of_columns, to.w, to.row, num_rows)
+    _store_solved(products, solver, 1.0, until_last, to, num_rows)
     _leave_if(least < -_MOST_DECAY, strengths, words)
 
 
 @gluon.jit
 def _rows_by_head(of, to, words, num_rows, G: gl.constexpr):
     """Writes a chunk's values if all channels decay as one."""
-    k_rows, q_rows, values = _new_halves(), _new_halves(), _new_halves()
+    k_rows, q_rows = _new_halves(), _new_halves()
     _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
     _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
-    _copy(of.v, of.v_token, num_rows, values, _COPIED)
     row, column = _row_and_column(_PRODUCTS)
     decay = gl.load(of.decay + column * of.decay_token, mask=column < num_rows, other=0.0)
     strengths = _strengths(of, num_rows)
@@ -383,7 +383,7 @@ def _rows_by_head(of, to, words, num_rows, G: gl.constexpr):
     in_pair = gl.exp2(gl.sum(gl.where(is_in_pair, decay, 0.0), 1))
     since = gl.exp2(gl.sum(gl.where(column <= row, decay, 0.0), 1))
     until = gl.exp2(gl.sum(gl.where(column > row, decay, 0.0), 1))
-    async_copy.wait_group(1)
+    async_copy.wait_group(0)
     gl.thread_barrier()
     of_k = gl.convert_layout(_scale_rows(k_rows, 1.0), gl.SliceLayout(1, _PRODUCTS))
     of_q = gl.convert_layout(_scale_rows(q_rows, G.RULE.scale), gl.SliceLayout(1, _PRODUCTS))
@@ -398,31 +398,27 @@ def _rows_by_head(of, to, words, num_rows, G: gl.constexpr):
     a, p = warpgroup_mma_wait(0, (a, p))
     q_rows._keep_alive()
     of_rows = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _PRODUCTS))
-    gl.store(words.read + of_rows, since * of_q)
-    gl.store(words.write + of_rows, until * of_k)
+    gl.store(words.of_q + of_rows, since * of_q)
+    gl.store(words.of_k + of_rows, since * of_k)
     total = gl.exp2(gl.sum(gl.sum(decay, 1), 0))
     gl.store(words.decay + gl.arange(0, _DIM, layout=_WORDS), total)
     near = gl.expand_dims(gl.exp2(since_middle), 1) * _as_columns(gl.exp2(-since_middle))
     between = gl.where((row ^ column) < _CHUNK // 2, near, gl.expand_dims(in_pair, 1) * _as_columns(in_pair))
-    _store(to.products, to.row, num_rows, gl.where(row >= column, p * between, 0.0), _PRODUCTS)
+    products = _new_room(gl.bfloat16)
+    products.store(gl.where(row >= column, p * between, 0.0).to(gl.bfloat16))
     a = gl.where(row > column, a * between * _of_rows(strengths), 0.0)
     solver = _inverse(a, row, column) * _of_columns(strengths)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    gl.thread_barrier()
-    _store_solved(solver, values, (1.0, 1.0), to.u, to.row, num_rows)
-    _store_solved(solver * _as_columns(since), k_rows, (1.0, 1.0), to.w, to.row, num_rows)
+    _store_solved(products, solver, gl.expand_dims(until, 1), k_rows, to, num_rows)
     _leave_if(gl.abs(since_middle) > _MOST_DECAY, strengths, words)
 
 
 class WrittenRows(NamedTuple):
     """Addresses of a chunk's first rows of the workspace, and what brings one to the next token's row."""
 
-    u: Any
     products: Any
-    w: Any
-    read: Any
     write: Any
+    read: Any
+    predict: Any
     row: Any
 
 
@@ -430,7 +426,6 @@ class WrittenRows(NamedTuple):
 def _hopper_chunk_rows_kernel(
     q,
     k,
-    v,
     decay,
     beta,
     rows,
@@ -443,8 +438,6 @@ def _hopper_chunk_rows_kernel(
     q_head,
     k_token,
     k_head,
-    v_token,
-    v_head,
     decay_token,
     decay_head,
     beta_token,
@@ -463,15 +456,13 @@ def _hopper_chunk_rows_kernel(
             q_token,
             k + (first * k_token + of_k * k_head),
             k_token,
-            v + (first * v_token + head * v_head),
-            v_token,
             decay + (first * decay_token + head * decay_head),
             decay_token,
             beta + (first * beta_token + head),
             beta_token,
         )
         at = rows_of(rows, first, head, G)
-        to = WrittenRows(at.u, at.products, at.w, at.read, at.write, G.HEADS * G.ROW)
+        to = WrittenRows(at.products, at.write, at.read, at.predict, G.HEADS * G.ROW)
         words = words_of(chunk_words, place, head, G)
         if G.CHANNELS:
             _rows_by_channel(of, to, words, num_rows, G)
@@ -483,8 +474,8 @@ def _takes(args: RecurArgs) -> bool:
     """True if the kernel computes such a layer, and its copies of 16 bytes begin where they must."""
     tokens, recurrence, slots, _, workspace = args
     of_layer = recurrence.corrects and recurrence.normalises and tokens.k.dtype == torch.bfloat16
-    dims = slots.state.shape[2:] == (_DIM.value, _DIM.value)
-    copied = (tokens.q, tokens.k, tokens.v, *(tokens.decay,) * slots.has_channels)
+    dims = slots.state.shape[2] == _DIM.value
+    copied = (tokens.q, tokens.k, *(tokens.decay,) * slots.has_channels)
     return of_layer and dims and workspace.data_ptr() % 16 == 0 and begin_at_16(*copied)
 
 
@@ -500,7 +491,6 @@ def launch_hopper_chunk_rows(args: RecurArgs, *, most_q_len: int) -> None:
         (num_heads, num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK)),
         tokens.q,
         tokens.k,
-        tokens.v,
         tokens.decay,
         tokens.beta,
         rows,
@@ -509,7 +499,10 @@ def launch_hopper_chunk_rows(args: RecurArgs, *, most_q_len: int) -> None:
         places.q_indptr,
         places.num_seqs,
         most_q_len,
-        *tokens.strides[:9],
+        *tokens.q.stride()[:2],
+        *tokens.k.stride()[:2],
+        *tokens.decay.stride()[:2],
+        tokens.beta.stride(0),
         G=geometry,
         num_warps=4,
         # Two programs run on a multiprocessor if channels decay by themselves, and else three.

@@ -52,9 +52,11 @@ class WalkedRows(NamedTuple):
     words: of the first chunk
     """
 
-    u: Any
+    v: Any
+    v_token: Any
     products: Any
-    w: Any
+    predict: Any
+    predict_token: Any
     read: Any
     read_token: Any
     write: Any
@@ -66,9 +68,9 @@ class WalkedRows(NamedTuple):
 class ChunkRooms(NamedTuple):
     """Shared memory for chunks, by stages. full, free: barriers of a stage: loaded, and read"""
 
-    u: Any
+    v: Any
     products: Any
-    w: Any
+    predict: Any
     read: Any
     write: Any
     words: Any
@@ -106,8 +108,9 @@ def _offsets(token, layout: gl.constexpr, MANY: gl.constexpr):
 @gluon.jit
 def _load(rows, rooms, q_len, G: gl.constexpr):
     """Loads all chunks; zeros of rows that are not there."""
-    wide = _offsets(rows.row, _COPIED_WIDE, _DIM)
-    narrow = _offsets(rows.row, _COPIED, _CHUNK)
+    of_v = _offsets(rows.v_token, _COPIED, COLUMNS)
+    of_products = _offsets(rows.row, _COPIED, _CHUNK)
+    of_predict = _offsets(rows.predict_token, _COPIED_WIDE, _DIM)
     of_read = _offsets(rows.read_token, _COPIED_WIDE, _DIM)
     of_write = _offsets(rows.write_token, _COPIED_WIDE, _DIM)
     row_of_wide = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _COPIED_WIDE)), 1)
@@ -121,12 +124,13 @@ def _load(rows, rooms, q_len, G: gl.constexpr):
         first = gl.cast(chunk, gl.int64) * _CHUNK
         mbarrier.wait(rooms.free.index(stage), ((chunk // _STAGES) & 1) ^ 1)
         if G.RULE.corrects:
-            async_copy.async_copy_global_to_shared(rooms.w.index(stage), rows.w + first * rows.row + wide, mask=in_wide)
+            predict = rows.predict + first * rows.predict_token + of_predict
+            async_copy.async_copy_global_to_shared(rooms.predict.index(stage), predict, mask=in_wide)
         read = rows.read + first * rows.read_token + of_read
         async_copy.async_copy_global_to_shared(rooms.read.index(stage), read, mask=in_wide)
-        u = rows.u + first * rows.row + narrow
-        async_copy.async_copy_global_to_shared(rooms.u.index(stage), u, mask=in_narrow)
-        products = rows.products + first * rows.row + narrow
+        v = rows.v + first * rows.v_token + of_v
+        async_copy.async_copy_global_to_shared(rooms.v.index(stage), v, mask=in_narrow)
+        products = rows.products + first * rows.row + of_products
         async_copy.async_copy_global_to_shared(rooms.products.index(stage), products, mask=in_narrow)
         write = rows.write + first * rows.write_token + of_write
         async_copy.async_copy_global_to_shared(rooms.write.index(stage), write, mask=in_wide)
@@ -198,37 +202,38 @@ def _walk(before, rooms, of_out, q_len, out, out_token, G: gl.constexpr):
             stage = chunk % _STAGES
             operand = gl.convert_layout(states.to(DTYPE), _OF_STATES)
             mbarrier.wait(rooms.full.index(stage), (chunk // _STAGES) & 1)
-            changes = rooms.u.index(stage).permute((1, 0)).load(_RESULTS).to(gl.float32)
+            missed = rooms.v.index(stage).permute((1, 0)).load(_RESULTS).to(gl.float32)
             words = rooms.words.index(stage)
             decay = _words(words, 0, _DIM, _STATES)
             if not G.CHANNELS:
-                of_read = _words(words, _DIM, _CHUNK, _RESULTS)
-                of_write = _words(words, _DIM + _CHUNK, _CHUNK, _RESULTS)
+                of_q = _words(words, _DIM, _CHUNK, _RESULTS)
+                of_k = _words(words, _DIM + _CHUNK, _CHUNK, _RESULTS)
             # Before products begin: ptxas waits for all of them before it touches registers that hold earlier ones.
             states *= decay
             fence_async_shared()
             if G.RULE.corrects:
-                w = rooms.w.index(stage).permute((1, 0))
-                predicted = warpgroup_mma(operand, w, none, use_acc=False, is_async=True)
+                predict = rooms.predict.index(stage).permute((1, 0))
+                predicted = warpgroup_mma(operand, predict, none, use_acc=False, is_async=True)
             read = rooms.read.index(stage).permute((1, 0))
             result = warpgroup_mma(operand, read, none, use_acc=False, is_async=True)
             if G.RULE.corrects:
                 predicted = warpgroup_mma_wait(1, (predicted,))
-                changes -= predicted
-            to_read = gl.convert_layout(changes.to(DTYPE), _OF_RESULTS)
+                missed -= predicted if G.CHANNELS else predicted * of_k
+            to_read = gl.convert_layout(missed.to(DTYPE), _OF_RESULTS)
+            to_write = to_read
             products = rooms.products.index(stage).permute((1, 0))
             if G.CHANNELS:
-                to_write = to_read
                 result = warpgroup_mma(to_read, products, result, is_async=True)
             else:
-                to_write = gl.convert_layout((changes * of_write).to(DTYPE), _OF_RESULTS)
+                if not G.RULE.corrects:
+                    to_write = gl.convert_layout((missed * of_k).to(DTYPE), _OF_RESULTS)
                 within = warpgroup_mma(to_read, products, none, use_acc=False, is_async=True)
             states = warpgroup_mma(to_write, rooms.write.index(stage), states, is_async=True)
             if G.CHANNELS:
                 result = warpgroup_mma_wait(1, (result,))
             else:
                 result, within = warpgroup_mma_wait(1, (result, within))
-                result = result * of_read + within
+                result = result * of_q + within
             of_out.store(gl.permute(result.to(DTYPE), (1, 0)))
             gl.thread_barrier()
             gl.store(out_at, of_out.load(_COPIED), mask=gl.expand_dims(row < q_len - chunk * _CHUNK, 1))
@@ -245,6 +250,7 @@ def _walk(before, rooms, of_out, q_len, out, out_token, G: gl.constexpr):
 def _hopper_chunk_walk_kernel(
     q,
     k,
+    v,
     out,
     rows,
     chunk_words,
@@ -261,6 +267,8 @@ def _hopper_chunk_walk_kernel(
     q_head,
     k_token,
     k_head,
+    v_token,
+    v_head,
     out_token,
     out_head,
     state_slot,
@@ -292,14 +300,18 @@ def _hopper_chunk_walk_kernel(
     of = rows_of(rows, first, head, G)
     words = words_of(chunk_words, first_token // _CHUNK + seq, head, G).decay
     ROW: gl.constexpr = G.HEADS * G.ROW
-    u = of.u + first_column
-    if G.CHANNELS:
-        read, read_token = of.read, ROW
-        write, write_token = of.write, ROW
-    else:
+    predict, predict_token = of.predict, ROW
+    read, read_token = of.read, ROW
+    write, write_token = of.write, ROW
+    if not G.CHANNELS:
+        predict, predict_token = k + (first * k_token + k_head_of * k_head), k_token
         read, read_token = q + (first * q_token + k_head_of * q_head), q_token
-        write, write_token = k + (first * k_token + k_head_of * k_head), k_token
-    of_chunks = WalkedRows(u, of.products, of.w, read, read_token, write, write_token, ROW, words)
+        if not G.RULE.corrects:
+            write, write_token = predict, predict_token
+    of_v = v + (first * v_token + head * v_head + first_column)
+    of_chunks = WalkedRows(
+        of_v, v_token, of.products, predict, predict_token, read, read_token, write, write_token, ROW, words
+    )
     of_block = head * state_head + first_column
     before = WalkedState(
         state + (slot * state_slot + of_block),
@@ -348,7 +360,7 @@ def _takes(args: RecurArgs) -> bool:
     tokens = args.tokens
     dk, dv = args.slots.state.shape[2:]
     dims = dk == _DIM.value and dv % COLUMNS.value == 0 and tokens.k.itemsize == 2
-    return dims and args.workspace.data_ptr() % 16 == 0 and begin_at_16(tokens.q, tokens.k)
+    return dims and args.workspace.data_ptr() % 16 == 0 and begin_at_16(tokens.q, tokens.k, tokens.v)
 
 
 def launch_hopper_chunk_walk(args: RecurArgs, *, most_q_len: int) -> None:

@@ -194,8 +194,7 @@ class RecurrentSlots:
     @property
     def row_elements(self) -> int:
         """The elements, of the dtype of k, of a token's row of each v head: chunk_space.py."""
-        _, _, dk, dv = self.state.shape
-        return dv + CHUNK + (3 if self.has_channels else 1) * dk
+        return CHUNK + (3 if self.has_channels else 1) * self.k.shape[3]
 
     def workspace_words(self, num_tokens: int, num_seqs: int) -> int:
         """The float32 words of workspace that `recur` needs for steps of T tokens and S sequences, both padded."""

@@ -4,13 +4,14 @@ Numbers of a chunk are i, j in [0, CHUNK). With G[i] the sum of the decays of to
 
     A[i, j] = beta[i] * sum over channels: k[i] * k[j] * exp(G[i] - G[j])      for j < i, else 0
     P[i, j] = scale * sum over channels: q[i] * k[j] * exp(G[i] - G[j])        for j <= i, else 0
-    T       = (1 + A)^-1                                                       1 for sums
-    u       = T (beta * v)                     w = T (beta * k * exp(G))
-    read[i] = scale * q[i] * exp(G[i])         write[i] = k[i] * exp(G[last] - G[i])
+    T        = (1 + A)^-1 diag(beta)                                           diag(beta) for sums
+    products = P T                              write     = T^T (k * exp(G[last] - G))
+    read[i]  = scale * q[i] * exp(G[i])         predict[i] = k[i] * exp(G[i])
 
-With S the state before the chunk, the changes that its tokens make are u - w S, as chunk_walk.py goes on to say. The
-form is that of Gated Delta Networks (arXiv 2412.06464, section 3.3) and Kimi Linear (arXiv 2510.26692, section 3.2).
-If a head decays as one, only the factors of q[i] and k[i] in read and write are stored.
+With S the state before the chunk, the changes that its tokens make are T (v - predict S); T and T^T in products and
+write do the rest (chunk_walk.py). The changes are those of Gated Delta Networks (arXiv 2412.06464, section 3.3) and
+Kimi Linear (arXiv 2510.26692, section 3.2), which multiply T by v and by predict; so no rows of v are written here, nor
+read. If a head decays as one, read and predict are rows of q and k, whose factors are stored; for sums so is write.
 
 No exponent is a difference of sums: those of strong decays have too few digits left for weak ones after them. If
 channels decay by themselves, exp(G[i] - G[j]) is no factor of a whole row and column. In blocks of tokens over which no
@@ -32,7 +33,7 @@ from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurArgs
 from rocm_attn.kernels.states.chunk_space import LEFT, STRONGEST, chunk_geometry, exact, rows_of, words_of
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
-from rocm_attn.kernels.states.updates import NORM_EPSILON, inverse_of, solved
+from rocm_attn.kernels.states.updates import NORM_EPSILON, solved, solved_rows, solver_of
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
@@ -129,7 +130,6 @@ def _add_decayed_products(a, p, q, k, decays, num_rows, dtype: tl.constexpr):
 def _chunk_rows_kernel(
     q,
     k,
-    v,
     decay,
     beta,
     out,
@@ -144,8 +144,6 @@ def _chunk_rows_kernel(
     q_head,
     k_token,
     k_head,
-    v_token,
-    v_head,
     decay_token,
     decay_head,
     beta_token,
@@ -191,7 +189,6 @@ def _chunk_rows_kernel(
                 is_before = row[:, None] > row[None, :]
                 q_at = q + (first_row * q_token + k_head_of * q_head) + row * q_token
                 k_at = k + (first_row * k_token + k_head_of * k_head) + row * k_token
-                v_at = v + (first_row * v_token + head * v_head) + row * v_token
                 decay_at = decay + (first_row * decay_token + head * decay_head) + row * decay_token
                 to = rows_of(rows + row * (G.HEADS * G.ROW), first_row, head, G)
                 strength = tl.load(beta + (first_row * beta_token + head) + row * beta_token, mask=is_row, other=0.0)
@@ -235,34 +232,32 @@ def _chunk_rows_kernel(
                     channels = tl.arange(0, G.DK_BLOCK)
                     tl.store(words.decay + channels, tl.exp(tl.sum(decays, 0)), mask=channels < G.DK)
                     # Every chunk has words for all of its rows: those of rows that are not there are finite.
-                    tl.store(words.read + row, since_first * of_q * G.RULE.scale)
-                    tl.store(words.write + row, until_last * of_k)
+                    tl.store(words.of_q + row, since_first * of_q * G.RULE.scale)
+                    of_rows = since_first if G.RULE.corrects else until_last * strength
+                    tl.store(words.of_k + row, of_rows * of_k)
                 p = tl.where(row[:, None] >= row[None, :], p * G.RULE.scale, 0.0)
-                _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
+                if G.RULE.corrects:
+                    # An operand, which takes fewer registers while T is computed.
+                    p = p.to(k.dtype.element_ty)
                 a = tl.where(is_before, a * strength[:, None], 0.0)
-                inverse = inverse_of(a, num_rows, G, k.dtype.element_ty)
+                solver = solver_of(a, strength, num_rows, G, k.dtype.element_ty)
+                _store_rows(to.products, is_row, row, solved(p, solver, G), _CHUNK, _CHUNK)
                 if G.CHANNELS or G.RULE.corrects:
                     for first in range(0, G.DK, G.DK_PART):
                         channel = first + tl.arange(0, G.DK_PART)
                         k_rows = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
-                        w = k_rows * strength[:, None]
                         if G.CHANNELS:
                             decays = _decays(decay_at, is_row, channel, G.DK, G.DK_PART)
                             tl.store(words.decay + channel, tl.exp2(tl.sum(decays, 0)), mask=channel < G.DK)
-                            until_last = tl.exp2(_sums(decays, row[:, None] < row[None, :], k.dtype.element_ty))
-                            _store_rows(to.write, is_row, channel, k_rows * until_last, G.DK, G.DK_PART)
                             since = tl.exp2(_sums(decays, row[:, None] >= row[None, :], k.dtype.element_ty))
                             q_rows = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.RULE.scale)[:, None]
                             _store_rows(to.read, is_row, channel, q_rows * since, G.DK, G.DK_PART)
-                            w *= since
+                            if G.RULE.corrects:
+                                _store_rows(to.predict, is_row, channel, k_rows * since, G.DK, G.DK_PART)
+                            k_rows *= tl.exp2(_sums(decays, row[:, None] < row[None, :], k.dtype.element_ty))
                         else:
-                            w *= since_first[:, None]
-                        if G.RULE.corrects:
-                            _store_rows(to.w, is_row, channel, solved(inverse, w, G), G.DK, G.DK_PART)
-                for first in range(0, G.DV, G.DV_PART):
-                    column = first + tl.arange(0, G.DV_PART)
-                    u = solved(inverse, _rows(v_at, is_row, column, G.DV, G.DV_PART) * strength[:, None], G)
-                    _store_rows(to.u, is_row, column, u, G.DV, G.DV_PART)
+                            k_rows *= until_last[:, None]
+                        _store_rows(to.write, is_row, channel, solved_rows(solver, k_rows, G), G.DK, G.DK_PART)
 
 
 def launch_chunk_rows(args: RecurArgs, *, most_q_len: int, only_left: bool = False) -> None:
@@ -278,7 +273,11 @@ def launch_chunk_rows(args: RecurArgs, *, most_q_len: int, only_left: bool = Fal
     launch(
         _chunk_rows_kernel,
         (programs, num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK)),
-        *tokens,
+        tokens.q,
+        tokens.k,
+        tokens.decay,
+        tokens.beta,
+        tokens.out,
         rows,
         chunk_words,
         places.source,
@@ -286,7 +285,11 @@ def launch_chunk_rows(args: RecurArgs, *, most_q_len: int, only_left: bool = Fal
         places.num_seqs,
         places.num_tokens,
         most_q_len,
-        *tokens.strides,
+        *tokens.q.stride()[:2],
+        *tokens.k.stride()[:2],
+        *tokens.decay.stride()[:2],
+        tokens.beta.stride(0),
+        *tokens.out.stride()[:2],
         G=geometry,
         ONLY_LEFT=only_left,
         # By counts for MI300 and MI355 eight take twice the clocks of a chunk, and so do parts of fewer channels, even

@@ -1,9 +1,9 @@
 """The workspace between the two kernels of a recurrence in chunks: a row for each token and v head, and chunks' words.
 
-A row has u [dv], a chunk's products [CHUNK] and w [dk], as chunk_rows.py calls them, and with decays of channels also
-read and write [dk each], of the dtype of tokens. The float32 words of chunks follow after all rows: a decay of each
-channel and, if all channels decay as one, the factors of q and k in read and write [CHUNK each]. A chunk has the number
-of its place (token_tiles.py).
+A row has a chunk's products [CHUNK] and write [dk], as chunk_rows.py calls them, and with decays of channels also read
+and predict [dk each], of the dtype of tokens. The float32 words of chunks follow after all rows: a decay of each channel
+and, if all channels decay as one, the factors of rows of q and of k [CHUNK each]. A chunk has the number of its place
+(token_tiles.py).
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class ChunkGeometry(NamedTuple):
     RATIO:              of them for each k head
     DK, DV:             of a state
     DK_BLOCK, DV_BLOCK: the same or the next powers of two
-    DK_PART, DV_PART:   columns of rows that are in registers at the same time, before the walk
+    DK_PART:            columns of rows that are in registers at the same time, before the walk
     ROW, WORDS:         RecurrentSlots.row_elements and chunk_words
     CHANNELS:           whether each channel decays by itself
     """
@@ -49,7 +49,6 @@ class ChunkGeometry(NamedTuple):
     DK_BLOCK: int
     DV_BLOCK: int
     DK_PART: int
-    DV_PART: int
     ROW: int
     WORDS: int
     CHANNELS: bool
@@ -80,23 +79,23 @@ def close(dtype: tl.dtype) -> str:
 class WordsOfChunk(NamedTuple):
     """The parts of a chunk's words: addresses of their first ones.
 
-    decay:       one of each channel
-    read, write: factors of rows of q and of k, if all channels decay as one
+    decay: one of each channel
+    of_q:  factors of rows of q, which make them rows of read, if all channels decay as one
+    of_k:  factors of rows of k then, which make them rows of predict, or for sums of write
     """
 
     decay: Any
-    read: Any
-    write: Any
+    of_q: Any
+    of_k: Any
 
 
 class SpaceOfRows(NamedTuple):
     """The parts of rows: addresses of their first elements."""
 
-    u: Any
     products: Any
-    w: Any
-    read: Any
     write: Any
+    read: Any
+    predict: Any
 
 
 def least_block(slots: RecurrentSlots) -> int:
@@ -128,7 +127,6 @@ def chunk_geometry(args: RecurArgs) -> tuple[ChunkGeometry, Tensor, Tensor]:
         DK_BLOCK=dk_block,
         DV_BLOCK=dv_block,
         DK_PART=min(dk_block, part),
-        DV_PART=min(dv_block, part),
         ROW=slots.row_elements,
         WORDS=slots.chunk_words,
         CHANNELS=slots.has_channels,
@@ -141,8 +139,8 @@ def chunk_geometry(args: RecurArgs) -> tuple[ChunkGeometry, Tensor, Tensor]:
 def rows_of(rows, token, head, G: tl.constexpr):
     """The rows of tokens, int64, and a v head."""
     first = rows + (token * G.HEADS + head) * G.ROW
-    w = first + (G.DV + _CHUNK)
-    return SpaceOfRows(first, first + G.DV, w, w + G.DK, w + 2 * G.DK)
+    write = first + _CHUNK
+    return SpaceOfRows(first, write, write + G.DK, write + 2 * G.DK)
 
 
 @triton.jit

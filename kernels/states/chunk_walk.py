@@ -2,11 +2,12 @@
 
 With the values that chunk_rows.py has written of a chunk, and S the state before it:
 
-    changes = u - w S              for sums: u
-    out     = read S + P changes
-    S       <- exp(G[last]) * S + write^T changes
+    missed  = v - predict S        for sums: v
+    out     = read S + products missed
+    S       <- exp(G[last]) * S + write^T missed
 
-If a head decays as one, read and write are q and k with a factor for each row, which goes to out and to the changes.
+If a head decays as one, read is q and predict is k, for sums write is: with a factor for each row, by which products
+with them are multiplied.
 The state before the first chunk is that of the source slot, with its pending tokens folded in one by one.
 """
 
@@ -31,6 +32,7 @@ _MOST_BYTES_AHEAD = 200 << 10
 def _chunk_walk_kernel(
     q,
     k,
+    v,
     out,
     rows,
     chunk_words,
@@ -47,6 +49,8 @@ def _chunk_walk_kernel(
     q_head,
     k_token,
     k_head,
+    v_token,
+    v_head,
     out_token,
     out_head,
     state_slot,
@@ -103,34 +107,37 @@ def _chunk_walk_kernel(
             of = rows_of(rows, token, head, G)
             in_k = is_row[:, None] & is_channel[None, :]
             in_v = is_row[:, None] & is_column[None, :]
-            changes = tl.load(of.u[:, None] + column[None, :], mask=in_v, other=0.0).to(tl.float32)
+            v_at = v + (token * v_token + head * v_head)[:, None] + column[None, :]
+            missed = tl.load(v_at, mask=in_v, other=0.0).to(tl.float32)
             operand = states.to(rows.dtype.element_ty)
-            if G.RULE.corrects:
-                w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
-                changes -= tl.dot(w, operand, input_precision=exact())
             words = words_of(chunk_words, place + begin // _CHUNK, head, G)
+            k_at = k + token * k_token + k_head_of * k_head
+            if G.RULE.corrects:
+                predict_at = of.predict if G.CHANNELS else k_at
+                predict = tl.load(predict_at[:, None] + channel[None, :], mask=in_k, other=0.0)
+                predicted = tl.dot(predict, operand, input_precision=exact())
+                missed -= predicted if G.CHANNELS else predicted * tl.load(words.of_k + row)[:, None]
             if G.CHANNELS:
                 read = tl.load(of.read[:, None] + channel[None, :], mask=in_k, other=0.0)
                 result = tl.dot(read, operand, input_precision=exact())
             else:
                 q_at = q + token * q_token + k_head_of * q_head
                 read = tl.load(q_at[:, None] + channel[None, :], mask=in_k, other=0.0)
-                of_read = tl.load(words.read + row)
-                result = tl.dot(read, operand, input_precision=exact()) * of_read[:, None]
+                result = tl.dot(read, operand, input_precision=exact()) * tl.load(words.of_q + row)[:, None]
             products = tl.load(of.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
-            result = tl.dot(products, changes.to(rows.dtype.element_ty), result, input_precision=exact())
+            result = tl.dot(products, missed.to(rows.dtype.element_ty), result, input_precision=exact())
             out_at = out + (token * out_token + head * out_head)[:, None] + column[None, :]
             tl.store(out_at, result.to(out.dtype.element_ty), mask=in_v)
             # On AMD fewer registers are in use if this is loaded after outputs are stored.
+            write_at = of.write if G.CHANNELS or G.RULE.corrects else k_at
+            write = tl.load(write_at[:, None] + channel[None, :], mask=in_k, other=0.0)
+            if not (G.CHANNELS or G.RULE.corrects):
+                missed *= tl.load(words.of_k + row)[:, None]
             if G.CHANNELS:
-                write = tl.load(of.write[:, None] + channel[None, :], mask=in_k, other=0.0)
                 states = states * tl.load(words.decay + channel, mask=is_channel, other=0.0)[:, None]
             else:
-                k_at = k + token * k_token + k_head_of * k_head
-                write = tl.load(k_at[:, None] + channel[None, :], mask=in_k, other=0.0)
-                changes *= tl.load(words.write + row)[:, None]
                 states = states * tl.load(words.decay)
-            states = tl.dot(tl.trans(write), changes.to(rows.dtype.element_ty), states, input_precision=exact())
+            states = tl.dot(tl.trans(write), missed.to(rows.dtype.element_ty), states, input_precision=exact())
         to = state + tl.load(target + seq).to(tl.int64) * state_slot + at
         tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 
@@ -141,6 +148,7 @@ def walked(args: RecurArgs, rows: Tensor, chunk_words: Tensor, most_q_len: int) 
     return (
         tokens.q,
         tokens.k,
+        tokens.v,
         tokens.out,
         rows,
         chunk_words,
@@ -153,6 +161,7 @@ def walked(args: RecurArgs, rows: Tensor, chunk_words: Tensor, most_q_len: int) 
         most_q_len,
         *tokens.q.stride()[:2],
         *tokens.k.stride()[:2],
+        *tokens.v.stride()[:2],
         *tokens.out.stride()[:2],
         *slots.strides,
     )

@@ -72,9 +72,12 @@ def scale_of_row(row, G: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(a, num_rows, G: tl.constexpr, dtype: tl.constexpr):
-    """T of a chunk for solved(), of dtype. a: A, [CHUNK, CHUNK], 0 from row num_rows on"""
-    inverse = tl.zeros([_CHUNK, _CHUNK], dtype)
+def solver_of(a, strength, num_rows, G: tl.constexpr, dtype: tl.constexpr):
+    """T of a chunk, [CHUNK, CHUNK] of dtype; of sums its diagonal alone, [CHUNK] of float32.
+
+    a: A, [CHUNK, CHUNK], 0 from row num_rows on; strength: beta, [CHUNK]
+    """
+    solver = strength
     if G.RULE.corrects:
         row = tl.arange(0, _CHUNK)
         # With D the part of A within blocks, B that between the blocks of a pair, and T = (1 + D)^-1: B T B = 0, and
@@ -85,15 +88,27 @@ def inverse_of(a, num_rows, G: tl.constexpr, dtype: tl.constexpr):
             between = tl.dot(tl.where(_is_pair(row // size), a, 0.0), exact_inverse, input_precision=close(dtype))
             exact_inverse -= tl.dot(exact_inverse, between, input_precision=close(dtype))
             size *= 2
-        inverse = exact_inverse.to(dtype)
-    return inverse
+        solver = (exact_inverse * strength[None, :]).to(dtype)
+    return solver
 
 
 @triton.jit
-def solved(inverse, rows, G: tl.constexpr):
-    """T times rows [CHUNK, n] of float32."""
+def solved(products, solver, G: tl.constexpr):
+    """Products [CHUNK, CHUNK] times T. products: of T's dtype"""
     if G.RULE.corrects:
-        rows = tl.dot(inverse, rows.to(inverse.dtype), input_precision=exact())
+        products = tl.dot(products, solver, input_precision=exact())
+    else:
+        products *= solver[None, :]
+    return products
+
+
+@triton.jit
+def solved_rows(solver, rows, G: tl.constexpr):
+    """T, transposed, times rows [CHUNK, n] of float32."""
+    if G.RULE.corrects:
+        rows = tl.dot(tl.trans(solver), rows.to(solver.dtype), input_precision=exact())
+    else:
+        rows *= solver[:, None]
     return rows
 
 

@@ -62,6 +62,7 @@ _BLOCKS = gl.constexpr(gl.BlockedLayout([1, 1, 4, 4], [1, 8, 1, 4], [4, 1, 1, 1]
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _LINEAR_WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_ALL = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
 _LINEAR_BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
@@ -146,14 +147,35 @@ def _store_quarters(first, row_of, num_rows, rows):
 
 
 @gluon.jit
+def _scales_of(first, second, scale):
+    """A scale divided by the norms of rows, which are given by halves, [64, 64] each."""
+    return gl.rsqrt(gl.sum(first * first + second * second, 1) + arguments.NORM_EPSILON) * scale
+
+
+@gluon.jit
 def _scale_rows(halves, scale):
-    """Multiplies rows [64, 128] in shared memory by a scale, and divides them by their norms. Returns both as one."""
+    """Multiplies rows [64, 128] in shared memory by a scale, and divides them by their norms."""
     first, second = halves.index(0).load(_COPIED).to(gl.float32), halves.index(1).load(_COPIED).to(gl.float32)
-    scales = gl.rsqrt(gl.sum(first * first + second * second, 1) + arguments.NORM_EPSILON) * scale
-    by_row = gl.expand_dims(scales, 1)
+    by_row = gl.expand_dims(_scales_of(first, second, scale), 1)
     halves.index(0).store((first * by_row).to(gl.bfloat16))
     halves.index(1).store((second * by_row).to(gl.bfloat16))
-    return scales
+
+
+@gluon.jit
+def _scales_of_rows(halves, scale):
+    """A scale divided by the norms of rows [64, 128] in shared memory."""
+    first, second = halves.index(0).load(_COPIED).to(gl.float32), halves.index(1).load(_COPIED).to(gl.float32)
+    return gl.convert_layout(_scales_of(first, second, scale), gl.SliceLayout(1, _PRODUCTS))
+
+
+@gluon.jit
+def _quarter_and_columns():
+    """The numbers of quarters [4, 1, 1], and of tokens of one: [1, 16, 1] for threads, [1, 1, 16] for a thread's own."""
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, _COLUMNS)))
+    of = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(2, _COLUMNS)))
+    at = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(0, _COLUMNS)))
+    by_quarter = gl.expand_dims(gl.expand_dims(quarter, 1), 2)
+    return by_quarter, gl.expand_dims(gl.expand_dims(of, 0), 2), gl.expand_dims(gl.expand_dims(at, 0), 0)
 
 
 @gluon.jit
@@ -168,10 +190,7 @@ def _inverse_of_blocks(a):
     room = gl.allocate_shared_memory(gl.float32, [4, _QUARTER, _QUARTER], _LINEAR_BLOCKS)
     room.store(gl.permute(blocks, (0, 2, 1)))
     gl.thread_barrier()
-    at = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(0, _COLUMNS)))
-    at = gl.expand_dims(gl.expand_dims(at, 0), 0)
-    of = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(2, _COLUMNS)))
-    of = gl.expand_dims(gl.expand_dims(of, 0), 2)
+    _, of, at = _quarter_and_columns()
     x = gl.where(at == of, 1.0, 0.0) + gl.zeros([4, _QUARTER, _QUARTER], gl.float32, layout=_COLUMNS)
     for i in gl.static_range(_QUARTER - 1):
         final = gl.sum(gl.where(at == i, x.to(gl.int32, bitcast=True), 0), 2).to(gl.float32, bitcast=True)
@@ -284,8 +303,10 @@ def _halves(first, second):
 @gluon.jit
 def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
     """Writes a chunk's values if channels decay by themselves."""
-    k_rows, q_rows, until_last = _new_halves(), _new_halves(), _new_halves()
-    decays = gl.allocate_shared_memory(gl.float32, [2, _CHUNK, _HALF], _LINEAR)
+    k_rows, q_rows = _new_halves(), _new_halves()
+    # Three programs have room on a multiprocessor: operands take the place of decays that were read.
+    space = gl.allocate_shared_memory(gl.bfloat16, [4, _CHUNK, _HALF], _SWIZZLED)
+    decays = space._reinterpret(gl.float32, [2, _CHUNK, _HALF], _LINEAR)
     of_sums = gl.allocate_shared_memory(gl.float32, [2, 4, _HALF], _LINEAR)
     _copy(of.decay, of.decay_token, num_rows, decays, _COPIED_WORDS)
     _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
@@ -299,7 +320,7 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
     quarter = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, in_quarter)), 1)
     channel = gl.expand_dims(gl.arange(0, _HALF, layout=gl.SliceLayout(0, in_quarter)), 0)
     in_first = quarter < 2
-    k_later, q_later, earlier = _new_room(gl.bfloat16), _new_room(gl.bfloat16), _new_room(gl.bfloat16)
+    earlier = _new_room(gl.bfloat16)
     a = gl.zeros([_CHUNK, _CHUNK // 2], gl.float32, layout=_HALF_PRODUCTS)
     p, a_later, p_later = a, a, a
     least = gl.zeros([4, _HALF], gl.float32, layout=in_quarter)
@@ -324,10 +345,11 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
         powers = gl.exp2(-since_middle)
         after = gl.exp2(gl.where(in_first, sum_1 + sum_2 + sum_3, sum_3))
         until = (powers * gl.expand_dims(after, 1)).to(gl.bfloat16)
-        _put(_times(k, until), until_last.index(half))
+        k_until = _times(k, until)
         _put(_times(k, powers.to(gl.bfloat16)), earlier)
         powers = gl.exp2(since_middle)
         factors = powers.to(gl.bfloat16)
+        k_later, q_later = space.index(2 * half), space.index(2 * half + 1)
         _put(_times(k, factors), k_later)
         _put(_times(q, factors), q_later)
         # Now since the middle of the first half. The factors are not multiplied first: their product may underflow.
@@ -348,20 +370,55 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
         _store_quarters(to.read + half * _HALF, to.row, num_rows, _times(q, since))
         _store_quarters(to.predict + half * _HALF, to.row, num_rows, _times(k, since))
         a, p, a_later, p_later = warpgroup_mma_wait(0, (a, p, a_later, p_later))
+        gl.thread_barrier()
+        _put(k_until, k_rows.index(half))
     # Products read these rooms until here: no new room may lie there.
-    k_rows._keep_alive()
     q_rows._keep_alive()
-    k_later._keep_alive()
-    q_later._keep_alive()
+    space._keep_alive()
     earlier._keep_alive()
-    gl.thread_barrier()
     row, column = _row_and_column(_PRODUCTS)
     products = _new_room(gl.bfloat16)
     products.store(gl.where(row >= column, _halves(p, p_later), 0.0).to(gl.bfloat16))
     a = gl.where(row > column, _halves(a, a_later) * _of_rows(strengths), 0.0)
     solver = _inverse(a, row, column) * _of_columns(strengths)
-    _store_solved(products, solver, 1.0, until_last, to, num_rows)
+    _store_solved(products, solver, 1.0, k_rows, to, num_rows)
     _leave_if(least < -_MOST_DECAY, strengths, words)
+
+
+class HeadDecays(NamedTuple):
+    """Sums of decays in shared memory: of a token's quarter until the token, after it, and of the quarters."""
+
+    begun: Any
+    left: Any
+    sums: Any
+
+
+@gluon.jit
+def _new_decays(of_decay, num_rows):
+    """Adds up a head's decays. They are there after the next barrier."""
+    quarter, of, at = _quarter_and_columns()
+    token = quarter * _QUARTER + at
+    decay = gl.load(of_decay.decay + token * of_decay.decay_token, mask=token < num_rows, other=0.0)
+    decay = gl.where(decay < STRONGEST, STRONGEST, decay) * LOG2_E
+    begun = gl.allocate_shared_memory(gl.float32, [_CHUNK], _LINEAR_WORDS)
+    left = gl.allocate_shared_memory(gl.float32, [_CHUNK], _LINEAR_WORDS)
+    sums = gl.allocate_shared_memory(gl.float32, [4], _LINEAR_WORDS)
+    begun.store(gl.reshape(gl.sum(gl.where(at <= of, decay, 0.0), 2), [_CHUNK]))
+    left.store(gl.reshape(gl.sum(gl.where(at > of, decay, 0.0), 2), [_CHUNK]))
+    sums.store(gl.reshape(gl.sum(decay, 2), [4]))
+    return HeadDecays(begun, left, sums)
+
+
+@gluon.jit
+def _with_keys(rows, k_rows):
+    """Products [64, 64] of rows and rows of k, in shared memory."""
+    products = gl.zeros([_CHUNK, _CHUNK], gl.float32, layout=_PRODUCTS)
+    for half in gl.static_range(2):
+        earlier = k_rows.index(half).permute((1, 0))
+        products = warpgroup_mma(rows.index(half), earlier, products, use_acc=half == 1, is_async=True)
+    products = warpgroup_mma_wait(0, (products,))
+    rows._keep_alive()
+    return products
 
 
 @gluon.jit
@@ -370,45 +427,41 @@ def _rows_by_head(of, to, words, num_rows, G: gl.constexpr):
     k_rows, q_rows = _new_halves(), _new_halves()
     _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
     _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
-    row, column = _row_and_column(_PRODUCTS)
-    decay = gl.load(of.decay + column * of.decay_token, mask=column < num_rows, other=0.0)
     strengths = _strengths(of, num_rows)
-    decay = gl.where(decay < STRONGEST, STRONGEST, decay) * LOG2_E
-    middle = (row & -(_CHUNK // 2)) + (_QUARTER - 1)
-    is_until_middle = (column <= middle) & (column > row)
-    since_middle = gl.where((column > middle) & (column <= row), decay, gl.where(is_until_middle, -decay, 0.0))
-    since_middle = gl.sum(since_middle, 1)
-    is_second = row >= _CHUNK // 2
-    is_in_pair = (is_second == (column <= row)) & (is_second == (column >= _CHUNK // 2))
-    in_pair = gl.exp2(gl.sum(gl.where(is_in_pair, decay, 0.0), 1))
-    since = gl.exp2(gl.sum(gl.where(column <= row, decay, 0.0), 1))
-    until = gl.exp2(gl.sum(gl.where(column > row, decay, 0.0), 1))
+    decays = _new_decays(of, num_rows)
     async_copy.wait_group(0)
-    gl.thread_barrier()
-    of_k = gl.convert_layout(_scale_rows(k_rows, 1.0), gl.SliceLayout(1, _PRODUCTS))
-    of_q = gl.convert_layout(_scale_rows(q_rows, G.RULE.scale), gl.SliceLayout(1, _PRODUCTS))
     fence_async_shared()
     gl.thread_barrier()
-    a = gl.zeros([_CHUNK, _CHUNK], gl.float32, layout=_PRODUCTS)
-    p = a
-    for half in gl.static_range(2):
-        earlier = k_rows.index(half).permute((1, 0))
-        a = warpgroup_mma(k_rows.index(half), earlier, a, use_acc=half == 1, is_async=True)
-        p = warpgroup_mma(q_rows.index(half), earlier, p, use_acc=half == 1, is_async=True)
-    a, p = warpgroup_mma_wait(0, (a, p))
-    q_rows._keep_alive()
-    of_rows = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _PRODUCTS))
-    gl.store(words.of_q + of_rows, since * of_q)
-    gl.store(words.of_k + of_rows, since * of_k)
-    total = gl.exp2(gl.sum(gl.sum(decay, 1), 0))
-    gl.store(words.decay + gl.arange(0, _DIM, layout=_WORDS), total)
-    near = gl.expand_dims(gl.exp2(since_middle), 1) * _as_columns(gl.exp2(-since_middle))
-    between = gl.where((row ^ column) < _CHUNK // 2, near, gl.expand_dims(in_pair, 1) * _as_columns(in_pair))
+    in_rows: gl.constexpr = gl.SliceLayout(1, _PRODUCTS)
+    number = gl.arange(0, _CHUNK, layout=in_rows)
+    quarter = number // _QUARTER
+    begun, left = decays.begun.load(in_rows), decays.left.load(in_rows)
+    sum_0, sum_1 = decays.sums.slice(0, 1).load(in_rows), decays.sums.slice(1, 1).load(in_rows)
+    sum_2, sum_3 = decays.sums.slice(2, 1).load(in_rows), decays.sums.slice(3, 1).load(in_rows)
+    since_middle = gl.where(quarter % 2 == 0, -left, begun)
+    in_first, in_second = left + gl.where(quarter == 0, sum_1, 0.0), begun + gl.where(quarter == 3, sum_2, 0.0)
+    in_pair = gl.exp2(gl.where(quarter < 2, in_first, in_second))
+    earlier = gl.where(quarter == 0, 0.0, sum_0) + gl.where(quarter == 3, sum_1 + sum_2, 0.0)
+    since = gl.exp2(begun + (earlier + gl.where(quarter == 2, sum_1, 0.0)))
+    later = gl.where(quarter == 3, 0.0, sum_3) + gl.where(quarter == 0, sum_1 + sum_2, 0.0)
+    until = gl.exp2(left + (later + gl.where(quarter == 1, sum_2, 0.0)))
+    of_k, of_q = _scales_of_rows(k_rows, 1.0), _scales_of_rows(q_rows, G.RULE.scale)
+    gl.store(words.of_q + number, since * of_q)
+    gl.store(words.of_k + number, since * of_k)
+    word = gl.arange(0, _DIM, layout=_WORDS)
+    total = gl.exp2(gl.sum(decays.sums.load(gl.SliceLayout(0, _ALL)), 0))
+    gl.store(words.decay + word, total)
+    row, column = _row_and_column(_PRODUCTS)
+    near = gl.expand_dims(gl.exp2(since_middle), 1) * _as_columns(gl.exp2(-since_middle) * of_k)
+    between = gl.where((row ^ column) < _CHUNK // 2, near, gl.expand_dims(in_pair, 1) * _as_columns(in_pair * of_k))
+    # One after the other: registers are few.
     products = _new_room(gl.bfloat16)
+    p = _with_keys(q_rows, k_rows) * gl.expand_dims(of_q, 1)
     products.store(gl.where(row >= column, p * between, 0.0).to(gl.bfloat16))
-    a = gl.where(row > column, a * between * _of_rows(strengths), 0.0)
+    a = _with_keys(k_rows, k_rows) * (_of_rows(strengths) * gl.expand_dims(of_k, 1))
+    a = gl.where(row > column, a * between, 0.0)
     solver = _inverse(a, row, column) * _of_columns(strengths)
-    _store_solved(products, solver, gl.expand_dims(until, 1), k_rows, to, num_rows)
+    _store_solved(products, solver, gl.expand_dims(until * of_k, 1), k_rows, to, num_rows)
     _leave_if(gl.abs(since_middle) > _MOST_DECAY, strengths, words)
 
 
@@ -505,7 +558,7 @@ def launch_hopper_chunk_rows(args: RecurArgs, *, most_q_len: int) -> None:
         tokens.beta.stride(0),
         G=geometry,
         num_warps=4,
-        # Two programs run on a multiprocessor if channels decay by themselves, and else three.
-        maxnreg=255 if args.slots.has_channels else 168,
+        # Three programs run on a multiprocessor.
+        maxnreg=168,
     )
     launch_chunk_rows(args, most_q_len=most_q_len, only_left=True)

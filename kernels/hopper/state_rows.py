@@ -304,7 +304,7 @@ def _halves(first, second):
 def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
     """Writes a chunk's values if channels decay by themselves."""
     k_rows, q_rows = _new_halves(), _new_halves()
-    # Three programs have room on a multiprocessor: operands take the place of decays that were read.
+    # Operands take the place of decays that were read: L1 has what shared memory leaves of it.
     space = gl.allocate_shared_memory(gl.bfloat16, [4, _CHUNK, _HALF], _SWIZZLED)
     decays = space._reinterpret(gl.float32, [2, _CHUNK, _HALF], _LINEAR)
     of_sums = gl.allocate_shared_memory(gl.float32, [2, 4, _HALF], _LINEAR)
@@ -558,7 +558,7 @@ def launch_hopper_chunk_rows(args: RecurArgs, *, most_q_len: int) -> None:
         tokens.beta.stride(0),
         G=geometry,
         num_warps=4,
-        # Three programs run on a multiprocessor.
-        maxnreg=168,
+        # Two programs run on a multiprocessor if channels decay by themselves, and else four.
+        maxnreg=255 if args.slots.has_channels else 128,
     )
     launch_chunk_rows(args, most_q_len=most_q_len, only_left=True)

@@ -189,6 +189,24 @@ def _words(words, FIRST: gl.constexpr, MANY: gl.constexpr, layout: gl.constexpr)
 
 
 @gluon.jit
+def _values_and_words(rooms, chunk, G: gl.constexpr):
+    """v [64 columns, 64 tokens], decays and factors of rows of q and k (if channels decay: decays) of a chunk.
+
+    Waits until it is there.
+    """
+    stage = chunk % _STAGES
+    mbarrier.wait(rooms.full.index(stage), (chunk // _STAGES) & 1)
+    values = rooms.v.index(stage).permute((1, 0)).load(_RESULTS)
+    words = rooms.words.index(stage)
+    decay = _words(words, 0, _DIM if G.CHANNELS else 1, _STATES)
+    of_q, of_k = decay, decay
+    if not G.CHANNELS:
+        of_q = _words(words, _DIM, _CHUNK, _RESULTS)
+        of_k = _words(words, _DIM + _CHUNK, _CHUNK, _RESULTS)
+    return values, decay, of_q, of_k
+
+
+@gluon.jit
 def _walk(before, rooms, of_out, q_len, out, out_token, G: gl.constexpr):
     """Walks over all chunks, and writes their outputs and the state after them."""
     DTYPE: gl.constexpr = of_out.dtype
@@ -198,16 +216,10 @@ def _walk(before, rooms, of_out, q_len, out, out_token, G: gl.constexpr):
         none = gl.zeros([COLUMNS, _CHUNK], gl.float32, layout=_RESULTS)
         row = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _COPIED))
         out_at = out + _offsets(out_token, _COPIED, COLUMNS)
+        values, decay, of_q, of_k = _values_and_words(rooms, 0, G)
         for chunk in range(num_chunks):
             stage = chunk % _STAGES
             operand = gl.convert_layout(states.to(DTYPE), _OF_STATES)
-            mbarrier.wait(rooms.full.index(stage), (chunk // _STAGES) & 1)
-            missed = rooms.v.index(stage).permute((1, 0)).load(_RESULTS).to(gl.float32)
-            words = rooms.words.index(stage)
-            decay = _words(words, 0, _DIM, _STATES)
-            if not G.CHANNELS:
-                of_q = _words(words, _DIM, _CHUNK, _RESULTS)
-                of_k = _words(words, _DIM + _CHUNK, _CHUNK, _RESULTS)
             # Before products begin: ptxas waits for all of them before it touches registers that hold earlier ones.
             states *= decay
             fence_async_shared()
@@ -216,6 +228,7 @@ def _walk(before, rooms, of_out, q_len, out, out_token, G: gl.constexpr):
                 predicted = warpgroup_mma(operand, predict, none, use_acc=False, is_async=True)
             read = rooms.read.index(stage).permute((1, 0))
             result = warpgroup_mma(operand, read, none, use_acc=False, is_async=True)
+            missed = values.to(gl.float32)
             if G.RULE.corrects:
                 predicted = warpgroup_mma_wait(1, (predicted,))
                 missed -= predicted if G.CHANNELS else predicted * of_k
@@ -238,6 +251,8 @@ def _walk(before, rooms, of_out, q_len, out, out_token, G: gl.constexpr):
             gl.thread_barrier()
             gl.store(out_at, of_out.load(_COPIED), mask=gl.expand_dims(row < q_len - chunk * _CHUNK, 1))
             out_at += out_token * _CHUNK
+            # While the product with the state runs; of the last chunk once more.
+            values, decay, of_q, of_k = _values_and_words(rooms, gl.minimum(chunk + 1, num_chunks - 1), G)
             states = warpgroup_mma_wait(0, (states,))
             # No warp reads the stage or the outputs in shared memory after this.
             gl.thread_barrier()

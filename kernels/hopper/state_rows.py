@@ -55,9 +55,8 @@ _WORDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _HALF_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 _OF_PRODUCTS = gl.constexpr(gl.DotOperandLayout(0, _PRODUCTS.value, 2))
-# [4, 16, 16]: a column of a block's inverse; and [4, 16, 4, 16], with a block's rows before its columns.
+# [4, 16, 16]: a column of a block's inverse.
 _COLUMNS = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
-_BLOCKS = gl.constexpr(gl.BlockedLayout([1, 1, 4, 4], [1, 8, 1, 4], [4, 1, 1, 1], [3, 2, 1, 0]))
 
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -181,23 +180,23 @@ def _quarter_and_columns():
 @gluon.jit
 def _inverse_of_blocks(a):
     """The inverse [64, 64] of 1 + A within blocks of 16, by columns: a row is final before it changes later ones."""
-    first = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, _BLOCKS))))
-    first = gl.expand_dims(gl.expand_dims(gl.expand_dims(first, 1), 2), 3)
-    second = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(3, _BLOCKS))))
-    second = gl.expand_dims(gl.expand_dims(gl.expand_dims(second, 0), 0), 3)
-    blocks = gl.convert_layout(gl.reshape(a, [4, _QUARTER, 4, _QUARTER]), _BLOCKS)
-    blocks = gl.sum(gl.where(first == second, blocks, 0.0), 2)
+    blocks = gl.reshape(a, [_CHUNK, 4, _QUARTER])
+    by_block: gl.constexpr = blocks.type.layout
+    row = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, gl.SliceLayout(2, by_block)))
+    block = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_block)))
+    is_own = gl.expand_dims(gl.expand_dims(row // _QUARTER, 1) == gl.expand_dims(block, 0), 2)
+    own = gl.reshape(gl.sum(gl.where(is_own, blocks, 0.0), 1), [4, _QUARTER, _QUARTER])
     room = gl.allocate_shared_memory(gl.float32, [4, _QUARTER, _QUARTER], _LINEAR_BLOCKS)
-    room.store(gl.permute(blocks, (0, 2, 1)))
+    room.store(gl.permute(own, (0, 2, 1)))
     gl.thread_barrier()
     _, of, at = _quarter_and_columns()
     x = gl.where(at == of, 1.0, 0.0) + gl.zeros([4, _QUARTER, _QUARTER], gl.float32, layout=_COLUMNS)
     for i in gl.static_range(_QUARTER - 1):
         final = gl.sum(gl.where(at == i, x.to(gl.int32, bitcast=True), 0), 2).to(gl.float32, bitcast=True)
         x -= room.slice(i, 1, 1).load(_COLUMNS) * gl.expand_dims(final, 2)
-    by_row = gl.convert_layout(gl.permute(x, (0, 2, 1)), gl.SliceLayout(2, _BLOCKS))
-    diagonal = gl.where(first == second, gl.expand_dims(by_row, 2), 0.0)
-    return gl.convert_layout(gl.reshape(diagonal, [_CHUNK, _CHUNK]), _PRODUCTS)
+    own = gl.convert_layout(gl.reshape(gl.permute(x, (0, 2, 1)), [_CHUNK, _QUARTER]), gl.SliceLayout(1, by_block))
+    inverse = gl.where(is_own, gl.expand_dims(own, 1), 0.0)
+    return gl.convert_layout(gl.reshape(inverse, [_CHUNK, _CHUNK]), _PRODUCTS)
 
 
 @gluon.jit
@@ -218,10 +217,11 @@ def _product(left, right, room):
 def _inverse(a, row, column):
     """The inverse [64, 64] of 1 + A: of blocks, then of pairs of blocks, and of pairs of those."""
     inverse = _inverse_of_blocks(a)
+    operand = a.to(gl.float16)
     # By turns: when a warp has passed a product's barrier, all warps have waited for the product before.
     room, other = _new_room(gl.float16), _new_room(gl.float16)
     for doublings in gl.static_range(2):
-        between = gl.where(((row ^ column) & -(_QUARTER << doublings)) == (_QUARTER << doublings), a, 0.0)
+        between = gl.where(((row ^ column) & -(_QUARTER << doublings)) == (_QUARTER << doublings), operand, 0.0)
         inverse -= _product(inverse, _product(between, inverse, room), other)
     return inverse
 

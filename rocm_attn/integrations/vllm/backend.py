@@ -67,6 +67,9 @@ LOG_RUN_AHEAD = partial(log_run_ahead, VLLM.log)
 # chunked_local_attention.py), and attributes of layers: the keys of a chunk, whether they may see images, and whether a
 # window hides a part of an image.
 _CHUNKED_BUILDER, _CHUNK, _HAS_IMAGES = "ChunkedLocalAttentionBuilder", "attention_chunk_size", "use_mm_prefix"
+# The one for layers that read another's KV (v1/attention/backends/utils.py, kv_sharing_fast_prefill): in a step with
+# several new tokens of a sequence it leaves the tokens without logits out.
+_FAST_BUILDER = "FastPrefillAttentionBuilder"
 _KEEPS_WINDOW = "mm_prefix_clamp_sliding_window"
 
 
@@ -219,9 +222,15 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Returns NEVER if ranks share contexts, because their exchange was never captured, and for encoders."""
-        is_never = shares_context(vllm_config, kv_cache_spec) or isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
-        return AttentionCGSupport.NEVER if is_never else cls._cudagraph_support
+        """Returns NEVER if ranks share contexts, because their exchange was never captured, and for encoders.
+
+        With kv_sharing_fast_prefill, steps of one token per sequence: vLLM's runner V1 replays graphs of whole steps
+        and describes others, whose tokens are fewer.
+        """
+        if shares_context(vllm_config, kv_cache_spec) or isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
+            return AttentionCGSupport.NEVER
+        is_fast = cls.__name__ == _FAST_BUILDER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if is_fast else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonMetadata, fast_build: bool = False

@@ -22,6 +22,7 @@ from tests.amd.integrations.vllm_stand_in import (
     LATENT,
     TOP,
     Config,
+    fast_builder,
     gqa_layer,
     installed,
     latent_layer,
@@ -124,6 +125,13 @@ def test_in_batch_invariant_mode_prompts_of_latent_layers_count_as_decodes(
     ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM cuts a step at reorder_batch_threshold; it leaves the rest to backends that cut a prompt's context."""
+def test_graphs_of_layers_with_fast_prefill_serve_steps_of_one_token_per_sequence_alone(ours: dict[str, Any]) -> None:
+    """vLLM's runner V1 describes a step without the tokens that have no logits, and replays a graph that has them."""
+    made = fast_builder(ours["backend"].RocmAttnBuilder)
+    wanted = ours["backend"].AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert made.get_cudagraph_support(Config({}), spec()) == wanted
+
+
     lengths = ours["mla"].QueryLenSupport
     plain = builder(ours, "mla")
     assert plain.query_len_support is lengths.UNIFORM

@@ -163,13 +163,20 @@ def test_vllms_scheduler_ends_no_step_within_an_image(
     keep_images_whole()
     engine: Any = Scheduler()
     places = [SimpleNamespace(mm_position=SimpleNamespace(offset=at, length=10)) for at in (4, 20)]
-    for backend, is_seen in (("CUSTOM", True), ("CUSTOM", False), ("TRITON_ATTN", True)):
+    ours, another = (SimpleNamespace(name=name) for name in ("CUSTOM", "TRITON_ATTN"))
+    cases: tuple[tuple[dict[str, Any], bool, bool], ...] = (
+        ({"backend": ours}, True, True),
+        ({"backend": ours}, False, False),
+        ({"backend": another}, True, False),
+        ({"backend": another, "backend_per_kind": {"sliding_window": ours}}, True, True),
+    )
+    for chosen, is_seen, is_ours in cases:
         engine.vllm_config = SimpleNamespace(
             attention_config=SimpleNamespace(backend=SimpleNamespace(name=backend)),
             model_config=SimpleNamespace(is_mm_prefix_lm=is_seen),
         )
         found = engine._try_schedule_encoder_inputs(SimpleNamespace(mm_features=places), first, count, 3, shift=1)
-        assert found == (scheduled if backend == "CUSTOM" and is_seen else count, 3, 1)
+        assert found == (scheduled if is_ours else count, 3, 1)
 
 
 def test_settings_are_read_once_however_many_prompts_have_images(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,14 +117,6 @@ def test_drafts_in_the_places_of_an_image_that_is_yet_to_come_are_served(ours: A
         made.build(0, common)
 
 
-def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: Any) -> None:
-    plain, with_images = gqa_layer(ours.RocmAttnImpl), gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True)
-    halves = {"use_ubatching": 1}
-    assert ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": plain}, halves), CPU).group
-    with pytest.raises(Unsupported, match="vLLM does not say which in micro-batches"):
-        ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": with_images}, halves), CPU)
-
-
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
@@ -172,7 +164,7 @@ def test_vllms_scheduler_ends_no_step_within_an_image(
     )
     for chosen, is_seen, is_ours in cases:
         engine.vllm_config = SimpleNamespace(
-            attention_config=SimpleNamespace(backend=SimpleNamespace(name=backend)),
+            attention_config=SimpleNamespace(**chosen),
             model_config=SimpleNamespace(is_mm_prefix_lm=is_seen),
         )
         found = engine._try_schedule_encoder_inputs(SimpleNamespace(mm_features=places), first, count, 3, shift=1)

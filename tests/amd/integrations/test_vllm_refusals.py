@@ -80,6 +80,24 @@ def test_context_parallelism_that_layers_do_not_serve_is_refused(
         builder(ours, kind, **ranks)
 
 
+@pytest.mark.parametrize("kind", CLASSES)
+def test_micro_batches_are_refused_because_vllm_runs_each_in_a_thread_of_its_own(
+    kind: str, ours: dict[str, Any]
+) -> None:
+    """An error in one of these threads would leave the others waiting for it."""
+    with pytest.raises(Unsupported, match=r"in threads of their own, .*; leave out --enable-dbo and --ubatch-size"):
+        builder(ours, kind, use_ubatching=1)
+
+
+def test_static_sinks_are_refused_because_vllm_writes_them_in_another_layout(ours: dict[str, Any]) -> None:
+    """Such a model's writer takes the second dimension of a cache for the tokens of a block: here it is the heads."""
+    layer = gqa_layer(ours["backend"].RocmAttnImpl)
+    for sinks, raised in ((None, nullcontext()), (128, pytest.raises(Unsupported, match="has 128 static sinks"))):
+        cache = SimpleNamespace(**vars(spec()), sink_len=sinks)
+        with raised:
+            ours["backend"].RocmAttnBuilder(cache, ["layer"], Config({"layer": layer}), CPU)
+
+
 def test_a_layer_that_reads_anothers_kv_is_refused_where_ranks_share_contexts(ours: dict[str, Any]) -> None:
     impl = ours["backend"].RocmAttnImpl
     reader = gqa_layer(impl, kv_sharing_target_layer_name="layers.0")
@@ -107,6 +125,13 @@ def test_steps_of_ranks_that_share_contexts_are_not_captured(ours: dict[str, Any
     assert alone.get_cudagraph_support(alone.vllm_config, spec()) == support.ALWAYS
 
 
+def test_graphs_of_layers_with_fast_prefill_serve_steps_of_one_token_per_sequence_alone(ours: dict[str, Any]) -> None:
+    """vLLM's runner V1 describes a step without the tokens that have no logits, and replays a graph that has them."""
+    made = fast_builder(ours["backend"].RocmAttnBuilder)
+    wanted = ours["backend"].AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert made.get_cudagraph_support(Config({}), spec()) == wanted
+
+
 @pytest.mark.parametrize("is_requested", [False, True])
 def test_batch_invariance_asks_for_deterministic_kernels(
     is_requested: bool, ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -125,13 +150,6 @@ def test_in_batch_invariant_mode_prompts_of_latent_layers_count_as_decodes(
     ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM cuts a step at reorder_batch_threshold; it leaves the rest to backends that cut a prompt's context."""
-def test_graphs_of_layers_with_fast_prefill_serve_steps_of_one_token_per_sequence_alone(ours: dict[str, Any]) -> None:
-    """vLLM's runner V1 describes a step without the tokens that have no logits, and replays a graph that has them."""
-    made = fast_builder(ours["backend"].RocmAttnBuilder)
-    wanted = ours["backend"].AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    assert made.get_cudagraph_support(Config({}), spec()) == wanted
-
-
     lengths = ours["mla"].QueryLenSupport
     plain = builder(ours, "mla")
     assert plain.query_len_support is lengths.UNIFORM

@@ -115,11 +115,16 @@ def runner() -> Any:
     return runner_of(Engine("torch", torch.device("cpu"), serve=False))
 
 
+def algorithm(*, is_ngram: bool = False, is_frozen_kv_mtp: bool = False) -> Any:
+    """Returns SGLang's SpeculativeAlgorithm."""
+    return SimpleNamespace(is_ngram=lambda: is_ngram, is_frozen_kv_mtp=lambda: is_frozen_kv_mtp)
+
+
 def runner_of(engine: Engine) -> Any:
     """Returns an engine's runner, with the fields that a backend is made by."""
     made = engine.runner
     made.kv_index_translator = SimpleNamespace(is_translating=False)
-    made.spec_algorithm = SimpleNamespace(is_ngram=lambda: False)
+    made.spec_algorithm = algorithm()
     made.is_draft_worker = False
     made.model_config = SimpleNamespace(hf_config=SimpleNamespace(), is_encoder_decoder=False)
     return made
@@ -155,7 +160,7 @@ def test_arguments_of_the_server_choose_kernels_and_masks(
     assert (requested.deterministic, requested.with_trees) == (True, True)
     assert isinstance(requested.on_fault, LogAndCount)
     server.topk = None
-    runner.spec_algorithm = SimpleNamespace(is_ngram=lambda: True)
+    runner.spec_algorithm = algorithm(is_ngram=True)
     assert backend.serving_of(runner).with_trees
 
 
@@ -187,6 +192,15 @@ def test_what_a_server_may_ask_for_and_no_kernel_serves_is_refused(server: Serve
         backend.create(runner)
     server.parallel.attn_dcp_size = 2
     with pytest.raises(Unsupported, match="use --dcp-size 1"):
+        backend.create(runner)
+
+
+def test_a_draft_model_without_kv_of_its_own_is_refused_and_its_target_is_served(backend: Any, runner: Any) -> None:
+    """Its layers have the ids of the target's layers, and its runner has a pool of 64 tokens for its own layers."""
+    runner.spec_algorithm = algorithm(is_frozen_kv_mtp=True)
+    assert backend.create(runner).attention
+    runner.is_draft_worker = True
+    with pytest.raises(Unsupported, match=r"FROZEN_KV_MTP.*use --speculative-draft-attention-backend triton"):
         backend.create(runner)
 
 

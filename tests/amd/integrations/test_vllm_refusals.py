@@ -89,6 +89,14 @@ def test_micro_batches_are_refused_because_vllm_runs_each_in_a_thread_of_its_own
         builder(ours, kind, use_ubatching=1)
 
 
+def test_latent_rows_on_the_host_are_refused(ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM writes a step's rows to slots of its own, and our kernels would read those of the block table."""
+    monkeypatch.setattr(Config.attention_config, "hisparse_config", object(), raising=False)
+    with pytest.raises(Unsupported, match="leave hisparse_config and HiSparseConnector out"):
+        builder(ours, "sparse_mla")
+    assert builder(ours, "mla").group
+
+
 def test_static_sinks_are_refused_because_vllm_writes_them_in_another_layout(ours: dict[str, Any]) -> None:
     """Such a model's writer takes the second dimension of a cache for the tokens of a block: here it is the heads."""
     layer = gqa_layer(ours["backend"].RocmAttnImpl)

@@ -132,6 +132,11 @@ def _check_sparse(runner: Any) -> None:
         )
     if get_memory().enable_hisparse:
         raise Unsupported("index keys that move to the host are not served; leave --enable-hisparse out")
+    if get_exec().features.enable_return_indexer_topk:
+        raise Unsupported(
+            "selected keys stay in memory of our own, and are not returned with an answer; leave "
+            "--enable-return-indexer-topk out"
+        )
     if get_disagg().disaggregation_mode != "null":
         raise Unsupported(
             "index keys of another server may be scaled differently; serve models with indexers without "

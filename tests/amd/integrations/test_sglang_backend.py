@@ -56,6 +56,7 @@ class Server:
         self.backends = "rocm_attn", "rocm_attn"
         self.disaggregation = "null"
         self.is_hisparse = False
+        self.returns_selections = False
         self.dllm: str | None = None
         self.has_glue = False
         self.chunk, self.has_radix_cache = 8192, True
@@ -80,6 +81,7 @@ class Server:
                 "get_exec": lambda: SimpleNamespace(
                     deterministic=SimpleNamespace(enable_deterministic_inference=self.is_deterministic),
                     dllm=SimpleNamespace(dllm_algorithm=self.dllm),
+                    features=SimpleNamespace(enable_return_indexer_topk=self.returns_selections),
                 ),
                 "get_schedule": lambda: SimpleNamespace(chunked_prefill_size=self.chunk),
                 "get_parallel": lambda: self.parallel,
@@ -233,7 +235,10 @@ def test_index_keys_that_others_write_or_keep_are_refused(server: Server, backen
     server.backends, server.is_hisparse = ("rocm_attn", "rocm_attn"), True
     with pytest.raises(Unsupported, match="leave --enable-hisparse out"):
         backend.serving_of(runner)
-    server.is_hisparse, server.disaggregation = False, "decode"
+    server.is_hisparse, server.returns_selections = False, True
+    with pytest.raises(Unsupported, match="leave --enable-return-indexer-topk out"):
+        backend.serving_of(runner)
+    server.returns_selections, server.disaggregation = False, "decode"
     with pytest.raises(Unsupported, match="index keys of another server may be scaled differently"):
         backend.serving_of(runner)
     server.disaggregation, runner.is_draft_worker = "null", True

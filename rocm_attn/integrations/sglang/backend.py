@@ -100,6 +100,11 @@ def serving_of(runner: Any) -> Serving:
         )
     if get_exec().dllm.dllm_algorithm is not None:
         raise Unsupported("diffusion models, which rewrite a block of tokens, are not served (--dllm-algorithm)")
+    if runner.is_draft_worker and runner.spec_algorithm.is_frozen_kv_mtp():
+        raise Unsupported(
+            "a draft model that reads the target's K and V (FROZEN_KV_MTP: Gemma 4's assistants) is not served: its "
+            "backend is made before it has the target's pool; use --speculative-draft-attention-backend triton"
+        )
     # Models that draft blocks get K and V of a prompt from the target's layers, and see none of their own.
     is_whole = get_schedule().chunked_prefill_size == -1 and get_memory().disable_radix_cache
     is_alone, spec = parallel.attn_tp_size == 1, get_spec()
@@ -127,6 +132,11 @@ def _check_sparse(runner: Any) -> None:
         )
     if get_memory().enable_hisparse:
         raise Unsupported("index keys that move to the host are not served; leave --enable-hisparse out")
+    if get_exec().features.enable_return_indexer_topk:
+        raise Unsupported(
+            "selected keys stay in memory of our own, and are not returned with an answer; leave "
+            "--enable-return-indexer-topk out"
+        )
     if get_disagg().disaggregation_mode != "null":
         raise Unsupported(
             "index keys of another server may be scaled differently; serve models with indexers without "

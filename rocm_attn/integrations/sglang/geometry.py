@@ -95,7 +95,11 @@ class ModelLayers:
             for why in _refusals(each.layer, runner, with_masks=with_masks)
         ]
         for layer in (each.layer for each in found):
-            if (heads := pool.get_key_buffer(layer.layer_id).shape[1]) != layer.tp_k_head_num:
+            rows = pool.get_key_buffer(layer.layer_id)
+            if (unread := _unread_layout(rows, page_size)) is not None:
+                refused.append(unread)
+                break
+            if (heads := rows.shape[1]) != layer.tp_k_head_num:
                 refused.append(
                     f"layer {layer.layer_id} has {layer.tp_k_head_num} KV heads on a rank, and its pool has {heads}; "
                     "with --enable-dp-attention a model must know of it, so leave it out or choose another backend"
@@ -355,6 +359,21 @@ def _refusals(layer: RadixAttentionView, runner: Runner, *, with_masks: bool) ->
         ),
     )
     return [f"{why} is not served" for is_requested, why in requested if is_requested]
+
+
+def _unread_layout(rows: Tensor, page_size: int) -> str | None:
+    """Returns why a layer's K is not read, or None: with SGLANG_USE_HND_KVCACHE it is [pages, heads, tokens, dim]."""
+    if rows.dim() > 4:
+        return (
+            f"the pool keeps K as {list(rows.shape)}, which AITER's own backend alone reads; leave "
+            "SGLANG_AITER_KV_CACHE_LAYOUT out"
+        )
+    if rows.dim() == 4 and rows.shape[2] != page_size:
+        return (
+            f"the pool keeps each head's {rows.shape[2]} tokens of a page together, and the branches of drafts read "
+            "single tokens; leave SGLANG_USE_HND_KVCACHE out, or use --speculative-eagle-topk 1"
+        )
+    return None
 
 
 def _values(sinks: Tensor) -> Tensor:

@@ -431,7 +431,9 @@ class AttentionHooks:
     def _check_choice(self, layer: RadixAttentionView, chosen: Tensor | None, *, is_sparse: bool) -> None:
         """Raises WrongState or Unsupported unless exactly the sparse layers are called with this step's selection."""
         if is_sparse:
-            if chosen is None or chosen is not self._chosen:
+            of_step = self._chosen
+            # SGLang may pass its first rows alone. Views without elements tell whether the memory is the same.
+            if chosen is None or of_step is None or not chosen[:0].is_set_to(of_step[:0]):
                 raise WrongState(
                     f"layer {layer.layer_id} attends to selected keys, and was called "
                     + ("without a selection" if chosen is None else "with a selection of another step")

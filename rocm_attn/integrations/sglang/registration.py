@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from sglang.srt.arg_groups import choices
@@ -40,8 +41,7 @@ def register_names() -> None:
             add([NAME])
     for name in ours():
         register_attention_backend(name)(_create)
-    HookRegistry.register(f"{_FACTORY}.create_decode_backend", _draft_decode, HookType.AROUND)
-    HookRegistry.register(f"{_FACTORY}.create_draft_extend_backend", _draft_extend, HookType.AROUND)
+    HookRegistry.register(f"{_FACTORY}._create_backend", _of_drafts, HookType.AROUND)
     for update in _UPDATES:
         HookRegistry.register(f"{_UPDATER}.{update}", _renew_weights, HookType.AFTER)
 
@@ -61,42 +61,32 @@ def _create(runner: Any) -> Any:
     return create(runner)
 
 
-def _draft_decode(original: Callable[[Any], Any], factory: Any) -> Any:
-    """Returns the backend of a draft model's steps, or None if it runs none."""
-    name = _draft_name(factory, "decode")
-    if name not in ours() or factory.speculative_num_steps <= 1:
-        return original(factory)
-    from rocm_attn.integrations.sglang.drafts import create_draft_steps
+def _of_drafts(
+    original: Callable[..., Any],
+    factory: Any,
+    backend_name: str,
+    backend_map: Mapping[str, Callable[[], tuple[str, Any]]],
+    error_template: str,
+    stamps_children: bool = False,
+) -> Any:
+    """Adds ours to the backends from which SGLang's factory takes that of a draft model.
 
-    backend = create_draft_steps(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
-    stamped: list[Any] = [backend, *backend.attn_backends]
-    for each in stamped:
-        each.prefill_attention_backend_str = each.decode_attention_backend_str = name
-    return backend
+    stamps_children: True for the steps of a draft model, False for the backend that processes the accepted tokens
+    """
+    runner = factory.draft_model_runner
 
+    def make(name: str) -> tuple[str, Any]:
+        if not stamps_children:
+            return name, _create(runner)
+        from rocm_attn.integrations.sglang.drafts import create_draft_steps
 
-def _draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
-    """Returns the backend of a draft model that processes the accepted tokens."""
-    from sglang.srt.runtime_context import get_spec
+        return name, create_draft_steps(runner, factory.topk, factory.speculative_num_steps)
 
-    name = _draft_name(factory, "decode" if get_spec().speculative_attention_mode == "decode" else "prefill")
-    if name not in ours():
-        return original(factory)
-    backend = _create(factory.draft_model_runner)
-    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = name
-    return backend
+    added = {name: partial(make, name) for name in ours()}
+    return original(factory, backend_name, {**backend_map, **added}, error_template, stamps_children)
 
 
 def _renew_weights(result: Any, updater: Any, *_: Any, **__: Any) -> None:
     """Reads a model's weights again after an update."""
     if _HOOKS in sys.modules:  # a backend of ours was made
         sys.modules[_HOOKS].renew_weights(updater.get_model_runner())
-
-
-def _draft_name(factory: Any, phase: str) -> str:
-    """Returns the name of a draft model's backend, found the way SGLang finds it."""
-    from sglang.srt.runtime_context import attention_backends
-
-    prefill, decode = attention_backends()
-    name: str = factory.draft_attn_backend or (decode if phase == "decode" else prefill)
-    return name

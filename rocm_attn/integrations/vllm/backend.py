@@ -67,6 +67,9 @@ LOG_RUN_AHEAD = partial(log_run_ahead, VLLM.log)
 # chunked_local_attention.py), and attributes of layers: the keys of a chunk, whether they may see images, and whether a
 # window hides a part of an image.
 _CHUNKED_BUILDER, _CHUNK, _HAS_IMAGES = "ChunkedLocalAttentionBuilder", "attention_chunk_size", "use_mm_prefix"
+# The one for layers that read another's KV (v1/attention/backends/utils.py, kv_sharing_fast_prefill): in a step with
+# several new tokens of a sequence it leaves the tokens without logits out.
+_FAST_BUILDER = "FastPrefillAttentionBuilder"
 _KEEPS_WINDOW = "mm_prefix_clamp_sliding_window"
 
 
@@ -165,6 +168,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         VLLM.require_served()
         require_parallel(vllm_config, PROMPTS_SHARED)
+        require_whole_steps(vllm_config)
         if getattr(vllm_config, "diffusion_config", None) is not None:
             raise Unsupported(
                 "the model denoises blocks (diffusion_config), next to prompts that are causal in the same step; "
@@ -174,6 +178,11 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
             raise Unsupported(
                 "the model has reference sliding windows (rswa_window), outside of which a new token sees the prompt "
                 "alone, and no kernel here has them; choose another attention backend for this model"
+            )
+        if sinks := getattr(kv_cache_spec, "sink_len", None):
+            raise Unsupported(
+                f"the model has {sinks} static sinks before each sequence, and vLLM writes their K and V in another "
+                "layout of the cache (static_sink_attention.py); choose another attention backend for this model"
             )
         cache = CacheTerms(
             kv_cache_spec.block_size,
@@ -187,8 +196,6 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         # A model of several parts makes its layers of text with a config of its own, which may not know of images.
         has_images = not is_open and bool(vllm_config.model_config.is_mm_prefix_lm)
         has_images |= any(getattr(each, _HAS_IMAGES, False) for each in layers.values())
-        if is_open or has_images:
-            _require_whole_steps(vllm_config)
         if has_images:
             require_room_for_images(vllm_config.scheduler_config)
         seeing = [name for name, layer in layers.items() if has_images and sees_images(layer, vllm_config.model_config)]
@@ -219,9 +226,15 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Returns NEVER if ranks share contexts, because their exchange was never captured, and for encoders."""
-        is_never = shares_context(vllm_config, kv_cache_spec) or isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
-        return AttentionCGSupport.NEVER if is_never else cls._cudagraph_support
+        """Returns NEVER if ranks share contexts, because their exchange was never captured, and for encoders.
+
+        With kv_sharing_fast_prefill, steps of one token per sequence: vLLM's runner V1 replays graphs of whole steps
+        and describes others, whose tokens are fewer.
+        """
+        if shares_context(vllm_config, kv_cache_spec) or isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
+            return AttentionCGSupport.NEVER
+        is_fast = cls.__name__ == _FAST_BUILDER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if is_fast else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonMetadata, fast_build: bool = False
@@ -354,12 +367,12 @@ def _without_images(common: CommonMetadata) -> CommonMetadata:
     return shown
 
 
-def _require_whole_steps(vllm_config: VllmConfig) -> None:
-    """Raises Unsupported for micro-batches: vLLM leaves out of their metadata what says which tokens see each other."""
+def require_whole_steps(vllm_config: VllmConfig) -> None:
+    """Raises Unsupported for micro-batches."""
     if getattr(vllm_config.parallel_config, "use_ubatching", False):
         raise Unsupported(
-            "tokens of this model see each other, in images or in blocks, and vLLM does not say which in micro-batches "
-            "(v1/worker/ubatch_utils.py); leave out --enable-dbo and --ubatch-size"
+            "vLLM runs micro-batches in threads of their own, and a step is run by the thread that has begun it here; "
+            "leave out --enable-dbo and --ubatch-size"
         )
 
 

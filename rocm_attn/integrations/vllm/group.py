@@ -111,8 +111,8 @@ class GroupOptions:
 
     agree:     how ranks agree on kernels
     has_slots: whether every new token has a slot on this rank, so that slots are checked. A step whose tokens have no
-               slots is one that vLLM runs to warm up or on an idle rank. Its tables name no pages, so all of its
-               sequences count as padding. False if ranks share a sequence's KV
+               slots, or slots in block 0, is one that vLLM runs to warm up or on an idle rank. Its tables name no
+               pages, so all of its sequences count as padding. False if ranks share a sequence's KV
     is_wide:   called at a capture: whether vLLM's full graphs serve any step of their padded size, prompts too. The
                captured step's bound of new tokens per sequence then means nothing
     said:      called with the kernels that were chosen
@@ -171,6 +171,7 @@ class KVGroup:
         self._index = {name: index for index, name in enumerate(layers)}
         self._bound: dict[str, int] = {}
         self._sizes, self._device, self._options = sizes, device, options
+        self._page_size = next(iter(layers.values())).problem.page_size
         # vLLM's steps of layers that share KV may have only the tokens with logits, next to the slots of all tokens
         # (kv_sharing_fast_prefill).
         self._checks_slots = any(each.stores for each in layers.values())
@@ -203,11 +204,10 @@ class KVGroup:
         shape, kv_len = known.shape if known is not None and is_captured else own, common.seq_lens
         slots = self._slots(common, shape)
         if slots is not None:
-            kv_len = kv_len * (slots.amax() >= 0)
+            kv_len = kv_len * (slots.amax() >= self._page_size)
         slots = slots if self._checks_slots else None
         if slots is not None and common.num_reqs and common.max_seq_len >= self._sizes.kv_len:
-            page_size = next(iter(self._layers.values())).problem.page_size
-            slots = slots_of_whole(common, slots, page_size, self._sizes.kv_len)
+            slots = slots_of_whole(common, slots, self._page_size, self._sizes.kv_len)
         if self._options.is_cross:
             kv_len = kv_len[: common.num_reqs] * (common.block_table_tensor[: common.num_reqs, 0] > 0)
         if is_captured and isinstance(mask, NoCells):
@@ -297,7 +297,7 @@ class KVGroup:
 
         vLLM's runner V2 stores a prompt's K and V for a head that drafts blocks before it builds the head's metadata.
         """
-        width = num_pages(self._sizes.kv_len, next(iter(self._layers.values())).problem.page_size)
+        width = num_pages(self._sizes.kv_len, self._page_size)
         with torch.inference_mode(False):
             table = torch.zeros(self._sizes.num_seqs, width, dtype=torch.int32, device=self._device)
             none = torch.zeros(2, dtype=torch.int32, device=self._device)

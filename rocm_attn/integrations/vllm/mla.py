@@ -30,7 +30,14 @@ from rocm_attn.capture.prewarm import MOST_TOKENS
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import MLA_NAME
-from rocm_attn.integrations.vllm.backend import Answers, has_name, is_batch_invariant, layers_of, new_group
+from rocm_attn.integrations.vllm.backend import (
+    Answers,
+    has_name,
+    is_batch_invariant,
+    layers_of,
+    new_group,
+    require_whole_steps,
+)
 from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, forget_empty_parts
 from rocm_attn.integrations.vllm.latent_probe import LatentProbe
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, PLAIN_DTYPES, CacheTerms, LayerTerms
@@ -156,6 +163,7 @@ def latent_group(
     of_problem: fields of each layer's problem
     Raises Unsupported.
     """
+    require_whole_steps(vllm_config)
     shards = vllm_config.parallel_config.decode_context_parallel_size
     dtypes = vllm_config.model_config.dtype, current_platform.fp8_dtype()
     cache = CacheTerms(kv_cache_spec.block_size, 0, *dtypes, shards)

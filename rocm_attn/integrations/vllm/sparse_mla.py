@@ -104,6 +104,11 @@ class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata])
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         VLLM.require_served()
         require_parallel(vllm_config, DECODES_SHARED, PROMPTS_SHARED)
+        if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+            raise Unsupported(
+                "vLLM keeps latent rows on the host and a few of them on the device (HiSparse), and rocm_attn reads "
+                "those of the block table; leave hisparse_config and HiSparseConnector out"
+            )
         config = vllm_config.model_config.hf_text_config
         self.topk = int(config.index_topk)
         # The heads and the scale are those of vLLM's indexer, which selects before our attention is called.

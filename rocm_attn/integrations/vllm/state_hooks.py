@@ -92,7 +92,6 @@ def watch(vllm_config: VllmConfig) -> None:
     used = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "micro-batches": getattr(parallel, "use_ubatching", False),
         "KV transfer": vllm_config.kv_transfer_config is not None,
         "mamba_cache_mode 'all'": cache.mamba_cache_mode == "all",
     }

@@ -57,5 +57,8 @@ def _is_ours(scheduler: Any, takes_others: Callable[[], bool]) -> bool:
     takes_others: whether ours replaces one of vLLM's own
     """
     config = scheduler.vllm_config
-    is_named = getattr(config.attention_config.backend, "name", None) == "CUSTOM"
+    attention = config.attention_config
+    # Later releases may have another backend for each kind of layer.
+    backends = attention.backend, *getattr(attention, "backend_per_kind", {}).values()
+    is_named = any(getattr(each, "name", None) == "CUSTOM" for each in backends)
     return bool(config.model_config.is_mm_prefix_lm) and (is_named or takes_others())

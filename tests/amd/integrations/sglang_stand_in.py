@@ -95,6 +95,13 @@ class SplitPool:
     def get_value_buffer(self, layer_id: int) -> Tensor:
         return self.v[layer_id]
 
+    def by_heads(self, page_size: int) -> None:
+        """Gives rows the layout of SGLANG_USE_HND_KVCACHE: [pages, heads, page_size, dim]."""
+        for rows in (self.k, self.v):
+            for layer, of_slots in rows.items():
+                paged = of_slots.view(-1, page_size, *of_slots.shape[1:])
+                rows[layer] = paged.transpose(1, 2).contiguous()
+
 
 class LatentPool(SplitPool):
     """MLATokenToKVPool: one row per token."""
@@ -156,6 +163,7 @@ class Engine:
     model_name: of the model's class
     chunked: layers that attend within chunks of CHUNK tokens
     dim:     elements of a head, unless rows are latent
+    by_heads: whether pages have the tokens of each head together
     """
 
     def __init__(
@@ -170,6 +178,7 @@ class Engine:
         is_encoder: bool = False,
         model_name: str = "Model",
         with_window_pool: bool = False,
+        by_heads: bool = False,
         is_latent: bool = False,
         kv_dtype: torch.dtype = torch.float32,
         with_trees: bool = False,
@@ -200,6 +209,9 @@ class Engine:
             if with_window_pool
             else pool_type(range(len(windows)), num_slots, kv_dtype, device, dim)
         )
+        if by_heads:
+            assert isinstance(self.pool, SplitPool)
+            self.pool.by_heads(page_size)
         self.num_slots = num_slots
         fields = {"qk_head_dim": dim, "v_head_dim": dim, **given}
         if is_latent:

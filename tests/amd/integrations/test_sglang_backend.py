@@ -56,6 +56,7 @@ class Server:
         self.backends = "rocm_attn", "rocm_attn"
         self.disaggregation = "null"
         self.is_hisparse = False
+        self.returns_selections = False
         self.dllm: str | None = None
         self.has_glue = False
         self.chunk, self.has_radix_cache = 8192, True
@@ -80,6 +81,7 @@ class Server:
                 "get_exec": lambda: SimpleNamespace(
                     deterministic=SimpleNamespace(enable_deterministic_inference=self.is_deterministic),
                     dllm=SimpleNamespace(dllm_algorithm=self.dllm),
+                    features=SimpleNamespace(enable_return_indexer_topk=self.returns_selections),
                 ),
                 "get_schedule": lambda: SimpleNamespace(chunked_prefill_size=self.chunk),
                 "get_parallel": lambda: self.parallel,
@@ -115,11 +117,16 @@ def runner() -> Any:
     return runner_of(Engine("torch", torch.device("cpu"), serve=False))
 
 
+def algorithm(*, is_ngram: bool = False, is_frozen_kv_mtp: bool = False) -> Any:
+    """Returns SGLang's SpeculativeAlgorithm."""
+    return SimpleNamespace(is_ngram=lambda: is_ngram, is_frozen_kv_mtp=lambda: is_frozen_kv_mtp)
+
+
 def runner_of(engine: Engine) -> Any:
     """Returns an engine's runner, with the fields that a backend is made by."""
     made = engine.runner
     made.kv_index_translator = SimpleNamespace(is_translating=False)
-    made.spec_algorithm = SimpleNamespace(is_ngram=lambda: False)
+    made.spec_algorithm = algorithm()
     made.is_draft_worker = False
     made.model_config = SimpleNamespace(hf_config=SimpleNamespace(), is_encoder_decoder=False)
     return made
@@ -155,7 +162,7 @@ def test_arguments_of_the_server_choose_kernels_and_masks(
     assert (requested.deterministic, requested.with_trees) == (True, True)
     assert isinstance(requested.on_fault, LogAndCount)
     server.topk = None
-    runner.spec_algorithm = SimpleNamespace(is_ngram=lambda: True)
+    runner.spec_algorithm = algorithm(is_ngram=True)
     assert backend.serving_of(runner).with_trees
 
 
@@ -190,6 +197,15 @@ def test_what_a_server_may_ask_for_and_no_kernel_serves_is_refused(server: Serve
         backend.create(runner)
 
 
+def test_a_draft_model_without_kv_of_its_own_is_refused_and_its_target_is_served(backend: Any, runner: Any) -> None:
+    """Its layers have the ids of the target's layers, and its runner has a pool of 64 tokens for its own layers."""
+    runner.spec_algorithm = algorithm(is_frozen_kv_mtp=True)
+    assert backend.create(runner).attention
+    runner.is_draft_worker = True
+    with pytest.raises(Unsupported, match=r"FROZEN_KV_MTP.*use --speculative-draft-attention-backend triton"):
+        backend.create(runner)
+
+
 def test_a_release_that_was_not_tested_is_refused(backend: Any, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.6.0")
     with pytest.raises(Unsupported, match="does not serve SGLang 0.6.0: it was tested with " + SGLANG.served):
@@ -219,7 +235,10 @@ def test_index_keys_that_others_write_or_keep_are_refused(server: Server, backen
     server.backends, server.is_hisparse = ("rocm_attn", "rocm_attn"), True
     with pytest.raises(Unsupported, match="leave --enable-hisparse out"):
         backend.serving_of(runner)
-    server.is_hisparse, server.disaggregation = False, "decode"
+    server.is_hisparse, server.returns_selections = False, True
+    with pytest.raises(Unsupported, match="leave --enable-return-indexer-topk out"):
+        backend.serving_of(runner)
+    server.returns_selections, server.disaggregation = False, "decode"
     with pytest.raises(Unsupported, match="index keys of another server may be scaled differently"):
         backend.serving_of(runner)
     server.disaggregation, runner.is_draft_worker = "null", True

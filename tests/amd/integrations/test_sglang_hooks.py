@@ -34,6 +34,7 @@ from tests.amd.integrations.sglang_stand_in import (
 POOLS: list[Any] = [
     pytest.param({}, id="one pool"),
     pytest.param({"page_size": 1}, id="page size 1"),
+    pytest.param({"by_heads": True}, id="pages by heads"),
     pytest.param({"windows": (-1, 5)}, id="a window in one pool"),
     pytest.param({"windows": (-1, 5), "with_window_pool": True}, id="a window in its own pool"),
     pytest.param({"windows": (-1, -1), "chunked": (0,)}, id="chunks in one pool"),
@@ -548,6 +549,19 @@ def four_bits_in_a_part(engine: Engine) -> None:
     engine.pool.full_kv_pool = SimpleNamespace(k_scale_buffer=[torch.ones(1)])
 
 
+def pages_of_another_size(engine: Engine) -> None:
+    """The table of drafts' branches has pages of one token."""
+    engine.pool.by_heads(engine.page_size)
+    engine.runner.page_size = 1
+
+
+def layout_of_aiter(engine: Engine) -> None:
+    """SGLANG_AITER_KV_CACHE_LAYOUT=vectorized_5d: K is [pages, heads, dim / x, tokens, x]."""
+    engine.pool.by_heads(engine.page_size)
+    for layer, paged in engine.pool.k.items():
+        engine.pool.k[layer] = paged.unflatten(3, (-1, 4)).transpose(2, 3)
+
+
 def prompts_in_parts(engine: Engine) -> None:
     engine.serving = replace(engine.serving, whole_prompts=False)
 
@@ -572,6 +586,8 @@ def no_layers(engine: Engine) -> None:
         ({}, four_bits, "keeps K and V in four bits or in MXFP8.*; set --kv-cache-dtype bfloat16"),
         ({}, four_bits_of_latent_rows, "keeps K and V in four bits"),
         ({}, four_bits_in_a_part, "keeps K and V in four bits"),
+        ({}, layout_of_aiter, "which AITER's own backend alone reads; leave SGLANG_AITER_KV_CACHE_LAYOUT out"),
+        ({}, pages_of_another_size, "keeps each head's 4 tokens of a page together.*leave SGLANG_USE_HND_KVCACHE out"),
         ({"is_encoder": True}, prompts_in_parts, "a prompt may come in parts; use --chunked-prefill-size -1 and"),
         ({"is_encoder": True}, text_after_a_prefix, "layer 0: text after prompts that are not causal is not served"),
         (

@@ -97,39 +97,46 @@ def test_the_name_of_a_built_in_backend_is_taken_when_it_is_asked_for(
     assert sglang.lists["ATTENTION_BACKEND_CHOICES"] == [*STOCK, "rocm_attn"]
 
 
-def test_another_backends_draft_steps_are_left_to_sglang(sglang: SGLang, registration: Any) -> None:
-    registration.register_names()
-    draft = {name.rpartition(".")[2]: hook for name, hook in sglang.hooks.items()}
-    triton = SimpleNamespace(draft_attn_backend="triton", speculative_num_steps=3)
-    for hook in (draft["create_decode_backend"], draft["create_draft_extend_backend"]):
-        assert hook(lambda factory: "SGLang's", triton) == "SGLang's"
-    unnamed = SimpleNamespace(draft_attn_backend=None, speculative_num_steps=3)
-    assert draft["create_draft_extend_backend"](lambda factory: "SGLang's", unnamed) == "SGLang's"
-    one_step = SimpleNamespace(draft_attn_backend="rocm_attn", speculative_num_steps=1)
-    assert draft["create_decode_backend"](lambda factory: None, one_step) is None
+def create_backend(factory: Any, backend_name: str, backend_map: Any, template: str, stamps_children: bool) -> Any:
+    """DraftBackendFactory._create_backend, without the wrappers of some models."""
+    configured = "rocm_attn" if backend_name == "decode_attention_backend" else "triton"
+    stamp, backend = backend_map[factory.draft_attn_backend or configured]()
+    return stamp, backend, stamps_children
 
 
-def test_draft_steps_are_ours_where_the_draft_model_or_the_server_names_us(
-    sglang: SGLang, registration: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("named", "configured", "has_steps", "made"),
+    [
+        ("triton", "decode_attention_backend", True, "SGLang's"),
+        (None, "prefill_attention_backend", False, "SGLang's"),
+        (None, "decode_attention_backend", True, ("steps", "the draft's", 2, 3)),
+        ("rocm_attn", "prefill_attention_backend", True, ("steps", "the draft's", 2, 3)),
+        ("rocm_attn", "prefill_attention_backend", False, ("backend", "the draft's")),
+    ],
+)
+def test_backends_of_draft_models_are_ours_where_the_draft_or_the_server_names_us(
+    named: str | None,
+    configured: str,
+    has_steps: bool,
+    made: Any,
+    sglang: SGLang,
+    registration: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[Any] = []
-
-    def create(runner: Any, topk: int, num_steps: int) -> Any:
-        made.append((runner, topk, num_steps))
-        return SimpleNamespace(attn_backends=[SimpleNamespace(), SimpleNamespace()])
-
-    drafts = SimpleNamespace(create_draft_steps=create)
+    """SGLang's factory makes them: it refuses models first, and wraps what some need."""
+    drafts = SimpleNamespace(create_draft_steps=lambda *given: ("steps", *given))
     monkeypatch.setitem(sys.modules, "rocm_attn.integrations.sglang.drafts", drafts)
+    monkeypatch.setattr(registration, "_create", lambda runner: ("backend", runner))
     registration.register_names()
-    (decode,) = [hook for name, hook in sglang.hooks.items() if name.endswith("create_decode_backend")]
-    for named in ("rocm_attn", None):  # the server's decode backend is ours
-        factory = SimpleNamespace(
-            draft_attn_backend=named, speculative_num_steps=3, topk=2, draft_model_runner="the draft's"
-        )
-        backend = decode(lambda factory: None, factory)
-        stamps = [each.decode_attention_backend_str for each in (backend, *backend.attn_backends)]
-        assert stamps == ["rocm_attn"] * 3
-    assert made == [("the draft's", 2, 3)] * 2
+    (hook,) = [hook for name, hook in sglang.hooks.items() if name.endswith("DraftBackendFactory._create_backend")]
+    factory = SimpleNamespace(
+        draft_attn_backend=named, speculative_num_steps=3, topk=2, draft_model_runner="the draft's"
+    )
+    own = {"triton": lambda: ("triton", "SGLang's")}
+    more = {"stamps_children": True} if has_steps else {}
+    stamp = "triton" if made == "SGLang's" else "rocm_attn"
+    assert hook(create_backend, factory, configured, own, "", **more) == (stamp, made, has_steps)
+    assert [*own] == ["triton"]
 
 
 def test_weights_are_read_again_after_an_update_if_a_backend_of_ours_was_made(

@@ -311,6 +311,17 @@ def test_what_was_chosen_in_another_step_or_not_at_all_is_refused(provider: str,
         engine.forward(step, topk_indices=earlier)
 
 
+def test_the_rows_of_a_selection_may_be_fewer_than_those_of_its_layer(provider: str, device: torch.device) -> None:
+    """SGLang calls attention with the real rows of a prompt that DP attention has padded, and pads its result."""
+    engine = SparseEngine(provider, device)
+    step = engine.step_of(engine.batch(Mode.EXTEND, [engine.admit()], [6]), [6])
+    engine.hooks.init_forward_metadata(step.batch)
+    chosen = engine.hooks.choose(0, project(engine.indexer, *engine.inputs(8), torch.arange(8, device=device)))
+    engine.forward(step, topk_indices=chosen[:6])
+    with pytest.raises(WrongState, match="with a selection of another step"):
+        engine.forward(step, topk_indices=torch.empty_like(chosen))
+
+
 def test_an_indexer_of_another_batch_or_layer_is_refused(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
     step = engine.step_of(engine.batch(Mode.EXTEND, [engine.admit()], [6]), [6])

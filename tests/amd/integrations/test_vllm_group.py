@@ -301,11 +301,13 @@ def test_a_graph_of_any_steps_of_its_size_is_none_of_verify_steps(
     assert kinds[-2:] == [StepKind.MIXED] * 2
 
 
-def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(runner: Runner) -> None:
+@pytest.mark.parametrize("slot", [-1, 0])
+def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(slot: int, runner: Runner) -> None:
+    """Elastic expert parallelism warms up with requests in block 0 (redirect_writes_to_null_block)."""
     for num_tokens, max_query_len in ((4, 1), (12, 3)):
         for table in runner.tables:
             table.zero_()
-        runner.slots[0].fill_(-1)
+        runner.slots[0].fill_(slot)
         runner.seq_lens[:4] = max_query_len
         runner.query_start_loc[:5] = torch.arange(5) * max_query_len
         step = runner.groups[0].begin(runner.common(0, 4, num_tokens, max_query_len))

@@ -117,14 +117,6 @@ def test_drafts_in_the_places_of_an_image_that_is_yet_to_come_are_served(ours: A
         made.build(0, common)
 
 
-def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: Any) -> None:
-    plain, with_images = gqa_layer(ours.RocmAttnImpl), gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True)
-    halves = {"use_ubatching": 1}
-    assert ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": plain}, halves), CPU).group
-    with pytest.raises(Unsupported, match="vLLM does not say which in micro-batches"):
-        ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": with_images}, halves), CPU)
-
-
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
@@ -163,13 +155,20 @@ def test_vllms_scheduler_ends_no_step_within_an_image(
     keep_images_whole()
     engine: Any = Scheduler()
     places = [SimpleNamespace(mm_position=SimpleNamespace(offset=at, length=10)) for at in (4, 20)]
-    for backend, is_seen in (("CUSTOM", True), ("CUSTOM", False), ("TRITON_ATTN", True)):
+    ours, another = (SimpleNamespace(name=name) for name in ("CUSTOM", "TRITON_ATTN"))
+    cases: tuple[tuple[dict[str, Any], bool, bool], ...] = (
+        ({"backend": ours}, True, True),
+        ({"backend": ours}, False, False),
+        ({"backend": another}, True, False),
+        ({"backend": another, "backend_per_kind": {"sliding_window": ours}}, True, True),
+    )
+    for chosen, is_seen, is_ours in cases:
         engine.vllm_config = SimpleNamespace(
-            attention_config=SimpleNamespace(backend=SimpleNamespace(name=backend)),
+            attention_config=SimpleNamespace(**chosen),
             model_config=SimpleNamespace(is_mm_prefix_lm=is_seen),
         )
         found = engine._try_schedule_encoder_inputs(SimpleNamespace(mm_features=places), first, count, 3, shift=1)
-        assert found == (scheduled if backend == "CUSTOM" and is_seen else count, 3, 1)
+        assert found == (scheduled if is_ours else count, 3, 1)
 
 
 def test_settings_are_read_once_however_many_prompts_have_images(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from tests.amd.integrations.vllm_stand_in import (
     LATENT,
     TOP,
     Config,
+    fast_builder,
     gqa_layer,
     installed,
     latent_layer,
@@ -79,6 +80,32 @@ def test_context_parallelism_that_layers_do_not_serve_is_refused(
         builder(ours, kind, **ranks)
 
 
+@pytest.mark.parametrize("kind", CLASSES)
+def test_micro_batches_are_refused_because_vllm_runs_each_in_a_thread_of_its_own(
+    kind: str, ours: dict[str, Any]
+) -> None:
+    """An error in one of these threads would leave the others waiting for it."""
+    with pytest.raises(Unsupported, match=r"in threads of their own, .*; leave out --enable-dbo and --ubatch-size"):
+        builder(ours, kind, use_ubatching=1)
+
+
+def test_latent_rows_on_the_host_are_refused(ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM writes a step's rows to slots of its own, and our kernels would read those of the block table."""
+    monkeypatch.setattr(Config.attention_config, "hisparse_config", object(), raising=False)
+    with pytest.raises(Unsupported, match="leave hisparse_config and HiSparseConnector out"):
+        builder(ours, "sparse_mla")
+    assert builder(ours, "mla").group
+
+
+def test_static_sinks_are_refused_because_vllm_writes_them_in_another_layout(ours: dict[str, Any]) -> None:
+    """Such a model's writer takes the second dimension of a cache for the tokens of a block: here it is the heads."""
+    layer = gqa_layer(ours["backend"].RocmAttnImpl)
+    for sinks, raised in ((None, nullcontext()), (128, pytest.raises(Unsupported, match="has 128 static sinks"))):
+        cache = SimpleNamespace(**vars(spec()), sink_len=sinks)
+        with raised:
+            ours["backend"].RocmAttnBuilder(cache, ["layer"], Config({"layer": layer}), CPU)
+
+
 def test_a_layer_that_reads_anothers_kv_is_refused_where_ranks_share_contexts(ours: dict[str, Any]) -> None:
     impl = ours["backend"].RocmAttnImpl
     reader = gqa_layer(impl, kv_sharing_target_layer_name="layers.0")
@@ -104,6 +131,13 @@ def test_steps_of_ranks_that_share_contexts_are_not_captured(ours: dict[str, Any
         shared.build_for_cudagraph_capture(step())
     alone = builder(ours, "backend")
     assert alone.get_cudagraph_support(alone.vllm_config, spec()) == support.ALWAYS
+
+
+def test_graphs_of_layers_with_fast_prefill_serve_steps_of_one_token_per_sequence_alone(ours: dict[str, Any]) -> None:
+    """vLLM's runner V1 describes a step without the tokens that have no logits, and replays a graph that has them."""
+    made = fast_builder(ours["backend"].RocmAttnBuilder)
+    wanted = ours["backend"].AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert made.get_cudagraph_support(Config({}), spec()) == wanted
 
 
 @pytest.mark.parametrize("is_requested", [False, True])

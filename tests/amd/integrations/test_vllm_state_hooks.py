@@ -127,7 +127,6 @@ def config(layers: dict[str, Layer], **changed: Any) -> Any:
     values = {
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
-        "use_ubatching": False,
         "kv_transfer_config": None,
         "mamba_cache_mode": "align",
         **changed,
@@ -183,7 +182,6 @@ def test_nothing_is_hooked_or_imported_unless_the_check_is_asked_for(
     [
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
-        ({"use_ubatching": True}, "micro-batches"),
         ({"kv_transfer_config": object()}, "KV transfer"),
         ({"mamba_cache_mode": "all"}, "mamba_cache_mode 'all'"),
     ],

@@ -205,6 +205,16 @@ def chunked_builder(underlying: Any) -> Any:
     return ChunkedLocalAttentionBuilder
 
 
+def fast_builder(underlying: Any) -> Any:
+    """Returns the builder that vLLM derives for layers that read another's KV (v1/attention/backends/utils.py)."""
+
+    class FastPrefillAttentionBuilder(underlying):  # type: ignore[misc]
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            raise AssertionError("vLLM leaves out the tokens that have no logits")
+
+    return FastPrefillAttentionBuilder
+
+
 def cross_builder(underlying: Any) -> Any:
     """Returns the builder that vLLM derives for cross attention (layers/attention/cross_attention.py).
 

@@ -169,7 +169,7 @@ def _scales_of_rows(halves, scale):
 
 @gluon.jit
 def _quarter_and_columns():
-    """The numbers of quarters [4, 1, 1], and of tokens of one: [1, 16, 1] for threads, [1, 1, 16] for a thread's own."""
+    """The numbers of quarters [4, 1, 1], and of tokens of one: of threads [1, 16, 1], of a thread [1, 1, 16]."""
     quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, _COLUMNS)))
     of = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(2, _COLUMNS)))
     at = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(0, _COLUMNS)))

@@ -1,9 +1,9 @@
 """The workspace between the two kernels of a recurrence in chunks: a row for each token and v head, and chunks' words.
 
 A row has a chunk's products [CHUNK] and write [dk], as chunk_rows.py calls them, and with decays of channels also read
-and predict [dk each], of the dtype of tokens. The float32 words of chunks follow after all rows: a decay of each channel
-and, if all channels decay as one, the factors of rows of q and of k [CHUNK each]. A chunk has the number of its place
-(token_tiles.py).
+and predict [dk each], of the dtype of tokens. The float32 words of chunks follow after all rows: a decay of each
+channel and, if all channels decay as one, the factors of rows of q and of k [CHUNK each]. A chunk has the number of its
+place (token_tiles.py).
 """
 
 from typing import Any, NamedTuple

@@ -11,6 +11,8 @@ with them are multiplied.
 The state before the first chunk is that of the source slot, with its pending tokens folded in one by one.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,6 +28,79 @@ _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
 # Bytes of chunks that are loaded ahead into shared memory, with which an H100 was twice as fast; it has 227 KiB.
 _MOST_BYTES_AHEAD = 200 << 10
+
+
+class WalkedChunks(NamedTuple):
+    """A sequence's chunks for a v head.
+
+    q, k, v:            addresses of the head's rows of the step's first token
+    q_token and so on:  what brings an address to the next token's row
+    rows, words:        the workspace
+    head:               int64
+    first_token, q_len: of the sequence
+    place:              of its first chunk
+    """
+
+    q: Any
+    q_token: Any
+    k: Any
+    k_token: Any
+    v: Any
+    v_token: Any
+    rows: Any
+    words: Any
+    head: Any
+    first_token: Any
+    q_len: Any
+    place: Any
+
+
+class ChunkValues(NamedTuple):
+    """A chunk's v in float32, and its rows and words of the workspace.
+
+    Where a layer has no use for a value, another one is in its place: Triton 3.6 carries no None through a loop.
+    """
+
+    v: Any
+    predict: Any
+    read: Any
+    products: Any
+    write: Any
+    of_q: Any
+    of_k: Any
+    decay: Any
+
+
+@triton.jit
+def _chunk_at(of, begin, channel, column, G: tl.constexpr):
+    """The values of the chunk that begins at a token of the sequence; 0 where no token is."""
+    row = tl.arange(0, _CHUNK)
+    is_row = row < of.q_len - begin
+    token = (of.first_token + begin + row).to(tl.int64)
+    in_k = is_row[:, None] & (channel < G.DK)[None, :]
+    in_v = is_row[:, None] & (column < G.DV)[None, :]
+    at = rows_of(of.rows, token, of.head, G)
+    k_at = of.k + token * of.k_token
+    words = words_of(of.words, of.place + begin // _CHUNK, of.head, G)
+    is_there = begin < of.q_len
+    v_rows = tl.load((of.v + token * of.v_token)[:, None] + column[None, :], mask=in_v, other=0.0).to(tl.float32)
+    read_at = at.read if G.CHANNELS else of.q + token * of.q_token
+    read = tl.load(read_at[:, None] + channel[None, :], mask=in_k, other=0.0)
+    products = tl.load(at.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
+    write_at = at.write if G.CHANNELS or G.RULE.corrects else k_at
+    write = tl.load(write_at[:, None] + channel[None, :], mask=in_k, other=0.0)
+    predict = write
+    if G.RULE.corrects:
+        predict_at = at.predict if G.CHANNELS else k_at
+        predict = tl.load(predict_at[:, None] + channel[None, :], mask=in_k, other=0.0)
+    if G.CHANNELS:
+        decay = tl.load(words.decay + channel, mask=channel < tl.where(is_there, G.DK, 0), other=0.0)
+        of_q, of_k = decay, decay
+    else:
+        decay = tl.load(words.decay, mask=is_there, other=0.0)
+        of_q = tl.load(words.of_q + row, mask=is_row, other=0.0)
+        of_k = tl.load(words.of_k + row, mask=is_row, other=0.0)
+    return ChunkValues(v_rows, predict, read, products, write, of_q, of_k, decay)
 
 
 @triton.jit(do_not_specialize=["most_q_len"])
@@ -67,6 +142,7 @@ def _chunk_walk_kernel(
     kept_decay_head,
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     DK_BLOCK: tl.constexpr = G.DK_BLOCK
     BLOCKS: tl.constexpr = (G.DV + COLUMNS - 1) // COLUMNS
@@ -99,45 +175,44 @@ def _chunk_walk_kernel(
                     G,
                 )
                 states = changed(decayed(states, decay_of, G), k_row, change)
+        of_chunks = WalkedChunks(
+            q + k_head_of * q_head,
+            q_token,
+            k + k_head_of * k_head,
+            k_token,
+            v + head * v_head,
+            v_token,
+            rows,
+            chunk_words,
+            head,
+            first_token,
+            q_len,
+            first_token // _CHUNK + seq,
+        )
         row = tl.arange(0, _CHUNK)
-        place = first_token // _CHUNK + seq
+        chunk = _chunk_at(of_chunks, 0, channel, column, G)
         for begin in range(0, q_len, _CHUNK):
-            is_row = row < q_len - begin
-            token = (first_token + begin + row).to(tl.int64)
-            of = rows_of(rows, token, head, G)
-            in_k = is_row[:, None] & is_channel[None, :]
-            in_v = is_row[:, None] & is_column[None, :]
-            v_at = v + (token * v_token + head * v_head)[:, None] + column[None, :]
-            missed = tl.load(v_at, mask=in_v, other=0.0).to(tl.float32)
+            if not AHEAD:
+                chunk = _chunk_at(of_chunks, begin, channel, column, G)
             operand = states.to(rows.dtype.element_ty)
-            words = words_of(chunk_words, place + begin // _CHUNK, head, G)
-            k_at = k + token * k_token + k_head_of * k_head
+            missed = chunk.v
             if G.RULE.corrects:
-                predict_at = of.predict if G.CHANNELS else k_at
-                predict = tl.load(predict_at[:, None] + channel[None, :], mask=in_k, other=0.0)
-                predicted = tl.dot(predict, operand, input_precision=exact())
-                missed -= predicted if G.CHANNELS else predicted * tl.load(words.of_k + row)[:, None]
-            if G.CHANNELS:
-                read = tl.load(of.read[:, None] + channel[None, :], mask=in_k, other=0.0)
-                result = tl.dot(read, operand, input_precision=exact())
-            else:
-                q_at = q + token * q_token + k_head_of * q_head
-                read = tl.load(q_at[:, None] + channel[None, :], mask=in_k, other=0.0)
-                result = tl.dot(read, operand, input_precision=exact()) * tl.load(words.of_q + row)[:, None]
-            products = tl.load(of.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
-            result = tl.dot(products, missed.to(rows.dtype.element_ty), result, input_precision=exact())
+                predicted = tl.dot(chunk.predict, operand, input_precision=exact())
+                missed -= predicted if G.CHANNELS else predicted * chunk.of_k[:, None]
+            result = tl.dot(chunk.read, operand, input_precision=exact())
+            if not G.CHANNELS:
+                result *= chunk.of_q[:, None]
+            result = tl.dot(chunk.products, missed.to(rows.dtype.element_ty), result, input_precision=exact())
+            token = (first_token + begin + row).to(tl.int64)
             out_at = out + (token * out_token + head * out_head)[:, None] + column[None, :]
+            in_v = (row < q_len - begin)[:, None] & is_column[None, :]
             tl.store(out_at, result.to(out.dtype.element_ty), mask=in_v)
-            # On AMD fewer registers are in use if this is loaded after outputs are stored.
-            write_at = of.write if G.CHANNELS or G.RULE.corrects else k_at
-            write = tl.load(write_at[:, None] + channel[None, :], mask=in_k, other=0.0)
             if not (G.CHANNELS or G.RULE.corrects):
-                missed *= tl.load(words.of_k + row)[:, None]
-            if G.CHANNELS:
-                states = states * tl.load(words.decay + channel, mask=is_channel, other=0.0)[:, None]
-            else:
-                states = states * tl.load(words.decay)
-            states = tl.dot(tl.trans(write), missed.to(rows.dtype.element_ty), states, input_precision=exact())
+                missed *= chunk.of_k[:, None]
+            states = states * (chunk.decay[:, None] if G.CHANNELS else chunk.decay)
+            states = tl.dot(tl.trans(chunk.write), missed.to(rows.dtype.element_ty), states, input_precision=exact())
+            if AHEAD:
+                chunk = _chunk_at(of_chunks, begin + _CHUNK, channel, column, G)
         to = state + tl.load(target + seq).to(tl.int64) * state_slot + at
         tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 
@@ -192,6 +267,9 @@ def launch_chunk_walk(args: RecurArgs, *, most_q_len: int) -> None:
         *walked(args, rows, chunk_words, most_q_len),
         G=geometry,
         COLUMNS=columns,
+        # By counts for MI300 and MI355 an iteration takes 0.69 to 0.96 of the clocks so; where two programs share a CU
+        # 0.72 to 0.87, but GDN's on MI300 1.11 (Qwen3-Next, Kimi-Linear, Mamba2).
+        AHEAD=not on_nvidia(),
         num_warps=4 if geometry.DK_BLOCK * columns <= 8192 else 8,
         **options,
     )

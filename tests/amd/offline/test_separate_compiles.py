@@ -32,7 +32,6 @@ _NO_BUFFER_LOADS = {
 }
 _OF_TRITON_3_6 = {
     "gfx950-extend": {"_index_scores_kernel: 0 VGPRs and 3 SGPRs spilled, 0 bytes of scratch, at 216 VGPRs"},
-    "gfx942-mamba_2": {"_chunk_walk_kernel: 1 VGPRs and 0 SGPRs spilled, 8 bytes of scratch, at 256 VGPRs"},
     "gfx942-exact": _NO_BUFFER_LOADS,
     "gfx950-exact": _NO_BUFFER_LOADS,
 }

@@ -261,6 +261,7 @@ def test_a_row_that_is_named_twice_takes_no_page() -> None:
     with pytest.raises(BadBatch, match="occurs twice"):
         table.reserve_all(np.array([row, row], np.int32), np.array([4, 4], np.int32))
     assert table.full.num_free_pages == free
+    assert not table.is_empty, "a request without pages is admitted"
     table.free(row)
     assert table.is_empty
 
@@ -366,6 +367,16 @@ def test_a_row_that_got_pages_by_itself_keeps_them_when_all_rows_are_reserved_fo
     table.reserve_all(rows, np.array([25, 9], np.int32))
     assert [table.num_held(int(row)) for row in rows] == [7, 3]
     assert table.full.num_free_pages == 19 - 10
+
+
+@pytest.mark.parametrize(("stored", "shared"), [(8, True), (7, False)])
+def test_a_row_that_needs_no_copy_takes_the_last_page(stored: int, shared: bool) -> None:
+    """Its last page is full, or its own, though the row was cut."""
+    table = make_table(num_pages=4)
+    row = holding(table, 8)
+    table.truncate(row, stored)
+    table.reserve(table.fork(row, stored) if shared else row, 12)
+    assert table.full.num_free_pages == 0
 
 
 @pytest.mark.parametrize("shared", [False, True])

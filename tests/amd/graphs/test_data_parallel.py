@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.mask import random_mask
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
@@ -223,6 +224,14 @@ def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:
     batch = replace(batch_of([1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 4)]))
     assert POLICY.shape(batch, PadTo(4)).kind is StepKind.SHARED
     with pytest.raises(BadBatch, match="leave the prefixes out while another rank does not decode"):
+        POLICY.shape(batch, PadTo(4, 8))
+
+
+def test_a_round_of_drafts_has_the_tokens_of_its_sequences() -> None:
+    """Padded to those of a rank that does not decode, it would run other launches than that rank."""
+    batch = replace(batch_of([3, 3]), drafts=Drafts(1, 3))
+    assert POLICY.shape(batch, PadTo(4)) == PaddedShape.of_drafts(Drafts(1, 3), 4, 1)
+    with pytest.raises(BadBatch, match=r"its sequences determine it; use PadTo\(4\)"):
         POLICY.shape(batch, PadTo(4, 8))
 
 

@@ -202,7 +202,7 @@ class PaddingPolicy:
                 return PaddedShape(kind, num_seqs, num_seqs, num_children)
             if self._is_verified(batch, num_seqs) and num_children == 1:
                 return PaddedShape(kind, num_seqs, num_seqs * self.verify)
-            if self._is_prompts(batch, kind) and num_children == 1:
+            if self._is_prompts(batch) and num_children == 1:
                 # A sequence of a mixed step may have any number of tokens, so one graph serves all that have no mask.
                 kind = kind if kind.extra is Extra.MASK else StepKind.MIXED
                 return PaddedShape(kind, self.seqs.largest, SizeLadder(self.prompts).fit(batch.num_tokens))
@@ -242,11 +242,10 @@ class PaddingPolicy:
         """True if a batch that is padded to num_seqs sequences is one of those that verify drafts."""
         return self.verify > 0 and batch.max_q_len <= self.verify and num_seqs <= self.seqs.largest
 
-    def _is_prompts(self, batch: StepBatch, kind: StepKind) -> bool:
+    def _is_prompts(self, batch: StepBatch) -> bool:
         """True if a batch that does not decode is padded like those that take in prompts."""
         return (
             bool(self.prompts)
-            and not kind.decodes
             and batch.num_seqs <= self.seqs.largest
             and self.tokens.largest < batch.num_tokens <= self.prompts[-1]
         )

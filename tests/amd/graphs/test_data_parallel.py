@@ -183,6 +183,23 @@ def test_a_step_above_the_ladders_keeps_the_kernels_of_its_kind_and_a_decode_ste
 
 
 @pytest.mark.parametrize(
+    ("q_len", "kind", "num_seqs", "num_tokens"),
+    [
+        ([20, 13], StepKind.MIXED, 8, 48),
+        ([20, 1, 28], StepKind.MIXED, 8, 64),
+        ([20, 12], StepKind.EXTEND, 2, 32),
+        ([20, 45], StepKind.EXTEND, 2, 65),
+        ([4] * 9, StepKind.EXTEND, 9, 36),
+    ],
+)
+def test_prompts_above_the_token_ladder_are_padded_to_their_own_sizes(
+    q_len: list[int], kind: StepKind, num_seqs: int, num_tokens: int
+) -> None:
+    policy = replace(POLICY, prompts=(48, 64))
+    assert policy.shape(batch_of(q_len, 100)) == PaddedShape(kind, num_seqs, num_tokens)
+
+
+@pytest.mark.parametrize(
     ("q_len", "pad_to", "says"),
     [
         ([2, 1, 1], PadTo(2), "3 sequences cannot be padded to 2; pad to at least 3"),

@@ -252,7 +252,7 @@ class PaddingPolicy:
 
     def _holds_prompts(self, shape: PaddedShape) -> bool:
         """True if steps that take in prompts have this shape."""
-        return shape.num_children == 1 and shape in self.prompt_shapes()
+        return shape in self.prompt_shapes()
 
     def prompt_shapes(self) -> tuple[PaddedShape, ...]:
         """The shapes of steps with prompts."""
@@ -374,10 +374,8 @@ def is_prefill(batch: StepBatch) -> bool:
 def step_kind(batch: StepBatch) -> StepKind:
     """The kind of step that a batch is. Without a mask an empty one is a decode step; PREFILL is for the planner.
 
-    For a round of drafts: the kind of each of its steps.
+    Not for a round of drafts: PaddedShape.of_drafts() has the kind of its steps.
     """
-    if isinstance(batch.drafts, Drafts):
-        return StepKind.DECODE if batch.drafts.branches == 1 else StepKind.MASKED
     if batch.mask is not NO_MASK:
         return StepKind.MASKED
     if batch.prefixes is not NO_PREFIXES:

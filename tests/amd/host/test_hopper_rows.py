@@ -93,10 +93,9 @@ def deal_of(seed: int) -> Deal:
     """Returns a random step. Each fourth has few rows, which many programs may share alike."""
     rng = random.Random(seed)
     is_small = seed % 4 == 0
-    steps = [(rng.randint(0, 300), rng.randint(0, 40 if is_small else 400)) for _ in range(rng.randint(1, 6))]
-    at_once, groups = rng.randint(1, 4), rng.randint(1, 5)
-    if is_small:
-        steps, at_once, groups = steps[:2], 1, rng.randint(1, 2)
+    most, most_new = (2, 40) if is_small else (6, 400)
+    steps = [(rng.randint(0, 300), rng.randint(0, most_new)) for _ in range(rng.randint(1, most))]
+    at_once, groups = (1, rng.randint(1, 2)) if is_small else (rng.randint(1, 4), rng.randint(1, 5))
     sharing = RowSharing(
         programs=rng.randint(8, 40) if is_small else rng.randint(1, 13),
         rows=at_once * groups,

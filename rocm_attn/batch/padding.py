@@ -202,7 +202,7 @@ class PaddingPolicy:
                 return PaddedShape(kind, num_seqs, num_seqs, num_children)
             if self._is_verified(batch, num_seqs) and num_children == 1:
                 return PaddedShape(kind, num_seqs, num_seqs * self.verify)
-            if self._is_prompts(batch, kind) and num_children == 1:
+            if self._is_prompts(batch) and num_children == 1:
                 # A sequence of a mixed step may have any number of tokens, so one graph serves all that have no mask.
                 kind = kind if kind.extra is Extra.MASK else StepKind.MIXED
                 return PaddedShape(kind, self.seqs.largest, SizeLadder(self.prompts).fit(batch.num_tokens))
@@ -242,18 +242,17 @@ class PaddingPolicy:
         """True if a batch that is padded to num_seqs sequences is one of those that verify drafts."""
         return self.verify > 0 and batch.max_q_len <= self.verify and num_seqs <= self.seqs.largest
 
-    def _is_prompts(self, batch: StepBatch, kind: StepKind) -> bool:
+    def _is_prompts(self, batch: StepBatch) -> bool:
         """True if a batch that does not decode is padded like those that take in prompts."""
         return (
             bool(self.prompts)
-            and not kind.decodes
             and batch.num_seqs <= self.seqs.largest
             and self.tokens.largest < batch.num_tokens <= self.prompts[-1]
         )
 
     def _holds_prompts(self, shape: PaddedShape) -> bool:
         """True if steps that take in prompts have this shape."""
-        return shape.num_children == 1 and shape in self.prompt_shapes()
+        return shape in self.prompt_shapes()
 
     def prompt_shapes(self) -> tuple[PaddedShape, ...]:
         """The shapes of steps with prompts."""
@@ -375,10 +374,8 @@ def is_prefill(batch: StepBatch) -> bool:
 def step_kind(batch: StepBatch) -> StepKind:
     """The kind of step that a batch is. Without a mask an empty one is a decode step; PREFILL is for the planner.
 
-    For a round of drafts: the kind of each of its steps.
+    Not for a round of drafts: PaddedShape.of_drafts() has the kind of its steps.
     """
-    if isinstance(batch.drafts, Drafts):
-        return StepKind.DECODE if batch.drafts.branches == 1 else StepKind.MASKED
     if batch.mask is not NO_MASK:
         return StepKind.MASKED
     if batch.prefixes is not NO_PREFIXES:

@@ -114,9 +114,9 @@ class KeptPages:
 
         ids: int64 [n], page_no 0 first; results of keep() for any rows, in the order of page_no. In the SWA space only
              pages that steps after kv_len tokens see need to be kept
-        Raises WrongState for ids that are not kept, OutOfRows, NeverFits beyond max_kv_len, and BadBatch for pages that
-        are not the first ones of a sequence, that do not hold kv_len tokens, or more than these, if a page of a window
-        is missing, or if recurrent layers have no state after kv_len tokens; nothing is changed then.
+        Raises WrongState for ids that are not kept, OutOfRows, and BadBatch for pages that are not the first ones of a
+        sequence, that do not hold kv_len tokens, or more than these, if a page of a window is missing, or if recurrent
+        layers have no state after kv_len tokens; nothing is changed then.
         """
         places, kv_len = self._places(ids), whole_number("kv_len", kv_len)
         end, page_size = len(places), self._rows.page_size
@@ -125,7 +125,6 @@ class KeptPages:
                 f"{end} kept pages are given and {kv_len} tokens lie in {num_pages(max(0, kv_len), page_size)} "
                 f"pages of {page_size}; give as many pages as the tokens need"
             )
-        self._rows.must_fit(kv_len)
         strange = self._page_no[places] != np.arange(end)
         if strange.any():
             at = int(strange.argmax())

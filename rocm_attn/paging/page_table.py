@@ -38,9 +38,6 @@ class PendingChanges:
     cells: list[Cells] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return bool(self.cells or self.copies)
-
 
 def within_the_row(max_kv_len: int, kv_len: int) -> None:
     """Raises NeverFits unless a row can hold kv_len tokens: pages past its end would lie in the next row."""
@@ -162,7 +159,6 @@ class PageTable:
         self._first, self.first_token = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._earliest_start = np.zeros(num_rows, np.int64)
         self._next_eviction = np.zeros(num_rows, np.int64)
-        self._set_first(np.arange(num_rows), self._first, self.first_token)
 
     @property
     def num_free_pages(self) -> int:
@@ -211,7 +207,7 @@ class PageTable:
 
     def shares(self, rows: Places, length: Int32Array) -> npt.NDArray[np.bool_]:
         """True if the token after `length` tokens of rows would be in a partly filled page with other holders."""
-        page = self.entries_host[rows, (length - 1) // self._page_size]
+        page = self.entries_host[rows, length // self._page_size]
         return (length % self._page_size > 0) & (self._holders[page] > self._writers)
 
     def own(self, row: int, length: int) -> None:
@@ -243,7 +239,7 @@ class PageTable:
         parent: the row that has them, or the reserved one
         Raises BadBatch if a page or a token is missing that steps from kv_len on see.
         """
-        needed = min(self.pages.first_needed(kv_len, self._page_size), len(pages))
+        needed = self.pages.first_needed(kv_len, self._page_size)
         missing = np.flatnonzero(pages[needed:] == RESERVED_PAGE)
         first = needed + int(missing[-1]) + 1 if len(missing) else needed
         lacks = int(self.first_token[parent]) > needed * self._page_size and kv_len > 0

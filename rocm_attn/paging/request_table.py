@@ -332,7 +332,7 @@ class RequestTable:
             return
         self._rows.must_all_be_admitted(rows)
         self._rows.must_be_distinct(rows)
-        short = (kv_len > self._rows.reserved_len[rows]) | (kv_len < 0)
+        short = kv_len > self._rows.reserved_len[rows]
         for row, length in zip(rows[short].tolist(), kv_len[short].tolist(), strict=True):
             self._rows.must_have_room(row, length, f"{length} of them cannot be stored")
         if not self.states.is_empty:

@@ -152,7 +152,6 @@ class RowStates:
         Returns int64 [n], the slots to write, and int32 [n, 4], their headers.
         """
         slots = SLOTS_OF_ROW * rows.astype(np.int64)
-        self._headers[rows] = _NOTHING
         self._headers[rows, 0] = np.stack([np.full_like(kv_len, -1), kv_len, kv_len], 1)
         while self.copies:
             pool.copy(self.copies[0])

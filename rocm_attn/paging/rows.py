@@ -148,7 +148,7 @@ class Rows:
 
     def end(self, row: int) -> int:
         """One past the last page_no for which row has room."""
-        return max(0, int(self.capacity[row])) // self.page_size
+        return int(self.capacity[row]) // self.page_size
 
     def is_admitted(self, row: int) -> bool:
         """True if a row was admitted and not freed. A bool, a float, an array or None is no row."""

@@ -9,8 +9,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.mask import random_mask
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, fits
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.batch.step_kinds import StepKind
@@ -182,6 +183,25 @@ def test_a_step_above_the_ladders_keeps_the_kernels_of_its_kind_and_a_decode_ste
 
 
 @pytest.mark.parametrize(
+    ("q_len", "kind", "num_seqs", "num_tokens"),
+    [
+        ([20, 13], StepKind.MIXED, 8, 48),
+        ([20, 1, 28], StepKind.MIXED, 8, 64),
+        ([20, 12], StepKind.EXTEND, 2, 32),
+        ([20, 45], StepKind.EXTEND, 2, 65),
+        ([4] * 9, StepKind.EXTEND, 9, 36),
+    ],
+)
+def test_prompts_above_the_token_ladder_are_padded_to_their_own_sizes(
+    q_len: list[int], kind: StepKind, num_seqs: int, num_tokens: int
+) -> None:
+    policy = replace(POLICY, prompts=(48, 64))
+    shape = policy.shape(batch_of(q_len, 100))
+    assert shape == PaddedShape(kind, num_seqs, num_tokens)
+    assert policy.fixed_q_len(shape) == (num_tokens if num_seqs == 8 else 0), "of any sequence"
+
+
+@pytest.mark.parametrize(
     ("q_len", "pad_to", "says"),
     [
         ([2, 1, 1], PadTo(2), "3 sequences cannot be padded to 2; pad to at least 3"),
@@ -223,6 +243,18 @@ def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:
     batch = replace(batch_of([1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 4)]))
     assert POLICY.shape(batch, PadTo(4)).kind is StepKind.SHARED
     with pytest.raises(BadBatch, match="leave the prefixes out while another rank does not decode"):
+        POLICY.shape(batch, PadTo(4, 8))
+
+
+def test_a_round_of_drafts_has_the_tokens_of_its_sequences() -> None:
+    """Padded to those of a rank that does not decode, it would run other launches than that rank."""
+    batch = replace(batch_of([3, 3]), drafts=Drafts(1, 3))
+    shape = POLICY.shape(batch, PadTo(4))
+    assert shape == PaddedShape.of_drafts(Drafts(1, 3), 4, 1)
+    assert fits(batch, shape)
+    for sizes in ((Drafts(1, 2), 4, 1), (Drafts(3, 1), 4, 1), (Drafts(1, 3), 1, 1)):
+        assert not fits(batch, PaddedShape.of_drafts(*sizes))
+    with pytest.raises(BadBatch, match=r"its sequences determine it; use PadTo\(4\)"):
         POLICY.shape(batch, PadTo(4, 8))
 
 

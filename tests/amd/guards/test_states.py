@@ -137,6 +137,10 @@ def test_a_prefix_without_its_state_is_not_handed_out(device: torch.device) -> N
     kept.drop(first)
     with pytest.raises(WrongState):
         kept.admit_over(first, PAGE_SIZE)
+    assert kept.have_states(kept.keep(one.row, 1, 2)).all()
+    assert kept.num_free_states == 0
+    kept.drop_all()
+    assert kept.num_free_states == 1
 
 
 def test_a_state_within_a_page_is_not_kept_with_it(device: torch.device) -> None:

@@ -47,6 +47,19 @@ def test_a_launch_is_recorded_as_one_whatever_its_body_does(fake: FakeRecorder) 
     assert kernel.runs == runs + 1
 
 
+def test_what_is_updated_in_place_has_advanced_by_two_runs_as_with_a_device(fake: FakeRecorder) -> None:
+    """It is a cache of K and V, say, and goes on from there."""
+    x, by_launch, by_operations = torch.ones(3), torch.zeros(3), torch.zeros(3)
+
+    def run() -> None:
+        launch(Kernel(), (1,), by_launch, by_launch, 1.0)
+        by_operations.add_(x * 2)
+
+    fake.record(run)
+    assert by_launch.tolist() == [3.0] * 3
+    assert by_operations.tolist() == [4.0] * 3
+
+
 def test_work_keeps_the_address_of_a_tensor_object_that_was_pointed_elsewhere(fake: FakeRecorder) -> None:
     kernel, x, out = Kernel(), torch.ones(3), torch.zeros(3)
 
@@ -105,6 +118,9 @@ def test_a_dropped_recording_gives_its_memory_to_the_next(fake: FakeRecorder) ->
     again, out = fake.record(lambda: x + 2)
     assert again.bytes == 0
     assert out.data_ptr() == address
+    del again, out
+    fake.release_memory()
+    assert fake.record(lambda: x + 1)[0].bytes == 1 << 18, "the pool is a new one"
 
 
 def test_release_memory_lets_live_recordings_share_their_pool(fake: FakeRecorder) -> None:

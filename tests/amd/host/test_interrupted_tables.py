@@ -200,6 +200,20 @@ def test_pages_that_interrupts_have_lost_come_back_when_nothing_is_kept_any_more
         assert pages.num_free_pages == pages.num_usable_pages - len(held)
 
 
+def test_a_copy_that_an_interrupt_has_left_goes_with_the_last_kept_page() -> None:
+    """Its target is free, so a later copy of that page, for the next row that holds it, would be one of the source."""
+    for number in range(1, 1000):
+        table = make_table()
+        parent = table.admit()
+        table.reserve(parent, 6)
+        child = table.fork(parent, 6)
+        if not interrupted_at(number, partial(table.reserve, child, 7)):
+            return
+        table.kept.drop_all()
+        for pages in table.spaces:
+            assert set(pages.pending.copies) <= set(table.pages_of(child, pages.space).tolist())
+
+
 def test_without_interrupts_no_page_is_lost() -> None:
     for seed in range(8):
         table = make_table()

@@ -75,6 +75,25 @@ def test_a_row_stores_in_a_kept_page_only_after_it_went_back_to_a_copy(whose: st
     assert table.checks.why_no_store(step_of(row, 7)) == ""
 
 
+def test_ids_are_those_of_kept_pages_alone_however_many_there_are() -> None:
+    table = RequestTable(max_num_seqs=1, max_kv_len=3000, num_pages=3001, page_size=1, device=torch.device("cpu"))
+    row = stored_row(table, 3000)
+    ids = np.concatenate([table.kept.keep(row, 0, 1500), table.kept.keep(row, 1500, 3000)])
+    pages = table.pages_of(row).tolist()
+    assert table.kept.pages(ids).tolist() == pages
+    assert table.kept.have_states(ids).all(), "no layer needs one"
+    dropped = ids[ids & 0xFFFF == 0]
+    table.kept.drop(dropped)
+    for strange in (*dropped, *-dropped, 0, (1 << 26) + 9000):
+        with pytest.raises(WrongState, match=f"^{strange} is not the id of a kept page"):
+            table.kept.pages([strange])
+    with pytest.raises(BadBatch, match="0 kept pages are given and -1 tokens"):
+        make_table().kept.admit_over([], -1)
+    assert table.kept.are_kept(pages[:9], Space.FULL)
+    table.kept.drop_all()
+    assert not table.kept.are_kept(pages[:1], Space.FULL)
+
+
 def test_pages_that_are_not_full_of_stored_tokens_are_not_kept() -> None:
     table = make_table()
     row = stored_row(table, 7)

@@ -25,6 +25,18 @@ def make_table(num_pages: int = 9, page_size: int = 4, max_num_seqs: int = 3, ma
     )
 
 
+def windowed_table() -> RequestTable:
+    """Returns a table of 3 rows, with pages of 4 tokens in two spaces."""
+    return RequestTable(
+        max_num_seqs=3,
+        max_kv_len=20,
+        num_pages=9,
+        page_size=4,
+        device=torch.device("cpu"),
+        windows=(SpacePages(Space.SWA, 9, "swa_pages", 4),),
+    )
+
+
 def holding(table: RequestTable, num_tokens: int) -> int:
     """Returns a new row that has room for num_tokens tokens."""
     row = table.admit()
@@ -117,14 +129,7 @@ def test_what_names_no_row_is_not_admitted(row: Any) -> None:
     "rows", [1, np.array(1, np.int32), [[1], [2, 3]], torch.ones(1, dtype=torch.bfloat16)], ids=str
 )
 def test_what_is_no_vector_of_integers_is_refused(rows: Any) -> None:
-    windowed = RequestTable(
-        max_num_seqs=3,
-        max_kv_len=20,
-        num_pages=9,
-        page_size=4,
-        device=torch.device("cpu"),
-        windows=(SpacePages(Space.SWA, 9, "swa_pages", 4),),
-    )
+    windowed = windowed_table()
     holding(windowed, 8)
     with pytest.raises(BadBatch, match="rows "):
         StepBatch(rows, rows, rows)
@@ -134,6 +139,20 @@ def test_what_is_no_vector_of_integers_is_refused(rows: Any) -> None:
     square = np.ones((2, 2), np.int32)
     with pytest.raises(BadBatch, match="rows has shape"):
         windowed.reserve_all(square, square)
+
+
+@pytest.mark.parametrize("row", [-1, 0, 2, 4, 2**31 - 1])
+def test_a_row_that_is_not_admitted_is_refused_by_every_call_and_has_no_room(row: int) -> None:
+    table = windowed_table()
+    rows = [holding(table, 8) for _ in range(3)]
+    table.free(rows.pop(1))
+    calls = table.reserve_all, table.mark_stored, table.evict, table.kept.keep_all, table.kept.states_due
+    for call in calls:
+        call([], [])  # no row, so nothing to refuse
+        with pytest.raises(WrongState, match=f"row {row} is not admitted"):
+            call([row], [0])
+    assert table.room([*rows, row]).tolist() == [8, 8, -1]
+    assert not table.is_reserved([row], [0])
 
 
 def test_sizes_of_narrow_types_count_as_their_values() -> None:
@@ -261,6 +280,7 @@ def test_a_row_that_is_named_twice_takes_no_page() -> None:
     with pytest.raises(BadBatch, match="occurs twice"):
         table.reserve_all(np.array([row, row], np.int32), np.array([4, 4], np.int32))
     assert table.full.num_free_pages == free
+    assert not table.is_empty, "a request without pages is admitted"
     table.free(row)
     assert table.is_empty
 
@@ -271,6 +291,8 @@ def test_a_reservation_of_no_length_is_refused(kv_len: Any) -> None:
     row = table.admit()
     with pytest.raises(BadSetting, match=r"^kv_len is "):
         table.reserve(row, kv_len)
+    with pytest.raises(BadBatch, match="kv_len holds float64"):
+        table.reserve_all(np.array([row], np.int32), np.array([8.5]))
     assert not len(table.pages_of(row))
 
 
@@ -366,6 +388,17 @@ def test_a_row_that_got_pages_by_itself_keeps_them_when_all_rows_are_reserved_fo
     table.reserve_all(rows, np.array([25, 9], np.int32))
     assert [table.num_held(int(row)) for row in rows] == [7, 3]
     assert table.full.num_free_pages == 19 - 10
+
+
+@pytest.mark.parametrize(("kept", "shared"), [(8, True), (7, False), (None, False)])
+def test_a_row_that_needs_no_copy_takes_the_last_page(kept: int | None, shared: bool) -> None:
+    """Its last page is full, or its own, whether it was cut or not."""
+    table = make_table(num_pages=4)
+    row = holding(table, 8)
+    if kept is not None:
+        table.truncate(row, kept)
+    table.reserve(table.fork(row, 8) if shared else row, 12)
+    assert table.full.num_free_pages == 0
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -61,6 +61,9 @@ def test_a_graph_of_each_size_is_made_ahead_and_checked_on_steps_of_its_plan() -
         assert q_len is not None
         assert q_len.max() == 5
         assert POLICY.shape(batch(*q_len.tolist())) == shape
+        assert POLICY.fixed_q_len(shape) == 5, "one graph serves steps of fewer, too"
+    for other in (PaddedShape(StepKind.EXTEND, 4, 20, 2), PaddedShape(StepKind.EXTEND, 4, 19)):
+        assert POLICY.fixed_q_len(other) == 0
 
 
 def test_without_them_nothing_is_padded_so() -> None:

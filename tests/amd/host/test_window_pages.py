@@ -67,7 +67,7 @@ def test_a_step_that_goes_back_too_far_is_refused() -> None:
     table.checks.check(StepBatch(ints(row), ints(3), ints(3)))
 
 
-@pytest.mark.parametrize("q_len", range(1, 9))
+@pytest.mark.parametrize("q_len", [*range(1, 9), 21])
 def test_a_row_holds_no_more_than_is_said(q_len: int) -> None:
     table = make_table()
     row, swa = table.admit(), table.space(Space.SWA)
@@ -81,6 +81,20 @@ def test_a_row_holds_no_more_than_is_said(q_len: int) -> None:
     said = swa.pages.most_held(21, q_len, PAGE_SIZE)
     assert most <= said <= most + 1
     assert table.space(Space.FULL).pages.most_held(21, q_len, PAGE_SIZE) == 7
+
+
+def test_a_row_takes_no_page_for_tokens_that_have_left_their_windows_and_gives_back_none_of_another() -> None:
+    table = make_table()
+    row, other, swa = table.admit(), table.admit(), table.space(Space.SWA)
+    table.reserve_all([row, other], [7, 7])
+    pages = table.pages_of(other, Space.SWA).tolist()
+    table.evict([row], [200])
+    table.kept.drop_all()
+    table.truncate(row, 7)
+    table.reserve(row, 21)
+    assert table.num_held(row, Space.SWA) == 0
+    assert table.pages_of(other, Space.SWA).tolist() == pages
+    assert swa.num_free_pages == swa.num_usable_pages - 3
 
 
 def test_running_out_of_one_space_changes_neither_and_names_the_knob() -> None:
@@ -117,6 +131,18 @@ def test_a_fork_shares_the_window_and_needs_all_of_it() -> None:
     nothing = table.fork(child, 0)
     table.reserve(nothing, 3)
     table.checks.check(StepBatch(ints(nothing), ints(3), ints(3)))
+
+
+def test_a_fork_of_a_row_that_goes_back_holds_no_page_that_has_left_its_window() -> None:
+    table = make_table()
+    row = table.admit()
+    grow(table, row, 19, 21)  # holds tokens from 12 on
+    child = table.fork(row, 17)
+    assert table.num_held(child, Space.SWA) == 2
+    table.reserve(child, 18)
+    table.checks.check(StepBatch(ints(child), ints(18), ints(1)))
+    with pytest.raises(BadBatch, match="first new token at 16, but row 2 holds keys of windows only from 17 on"):
+        table.checks.check(StepBatch(ints(child), ints(17), ints(1)))
 
 
 @pytest.mark.parametrize(("num_pages", "first_page"), [(1, 1), (4, 4), (4, 0)])

@@ -98,3 +98,6 @@ def test_tokens_that_a_row_has_no_room_for_are_refused_before_they_are_written(
     source.table.reserve(short, 10)
     with unchanged(source), pytest.raises(BadBatch, match=f"row {short} has room for 10 tokens"):
         importer.import_row(short, extent, buffer)
+    for kv_len in (13, 0):  # 10 tokens have 3 pages of 4
+        with pytest.raises(BadBatch, match=f"which do not hold {kv_len} tokens"):
+            importer.pages_of(short, kv_len)

@@ -105,6 +105,10 @@ def test_a_windows_space_takes_the_tokens_that_are_still_seen(
     story = Story(here, device)
     stayed, new_row = story.prefill(target, 29), moved(source, row, 29, target)
     assert target.table.num_held(new_row, Space.SWA) < target.table.num_held(new_row)
+    last = torch.from_numpy(target.table.pages_of(new_row, Space.SWA)[-1:]).to(device)
+    assert not any(side[0, 29 % sizes[1] :].any() for side in target.pool.layer(0).read(last)), (
+        "not zero after token 29"
+    )
     pages = {space: target.table.pages_of(new_row, space).tolist() for space in (Space.FULL, Space.SWA)}
     pages[Space.SWA][:-1] = [0] * (len(pages[Space.SWA]) - 1)
     with unchanged(target), pytest.raises(BadBatch, match="layer 0 sees tokens from 23 on"):
@@ -249,8 +253,10 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
         of_odd = torch.from_numpy(odd[(3 - odd.ctypes.data) % 16 :])
         with pytest.raises(BadTensor, match="begins 5 bytes after a multiple of 8 of the memory that it is a view of"):
             exporter.export_row(row, 11, of_odd[13:])
-    with pytest.raises(BadTensor, match="give contiguous uint8"):
-        exporter.export(pages, extent, buffer.view(torch.int16))
+    sparse = torch.empty(2 * len(buffer), dtype=torch.uint8, device=device)[::2]
+    for wrong in (buffer.view(torch.int16), buffer[None], sparse):
+        with pytest.raises(BadTensor, match="give contiguous uint8"):
+            exporter.export(pages, extent, wrong)
     with pytest.raises(BadTensor, match="the buffer is a NoneType; give a tensor"):
         exporter.export(pages, extent, None)  # type: ignore[arg-type]
     with pytest.raises(BadBatch, match=r"pages is a list; give the pages of each space, as pages_of\(\) returns them"):

@@ -374,6 +374,7 @@ def test_a_number_that_is_none_is_named(name: str, value: object, device: torch.
         ),
         ({"max_num_rows": 1}, "max_num_rows is 1 and max_num_seqs is 2"),
         ({"max_num_rows": -1}, "max_num_rows is -1"),
+        ({"max_num_rows": 2**31 - 1}, "2147483647 rows were asked for; rows are int32, so use at most 2147483646"),
         ({"verify_tokens": -1}, "verify_tokens is -1"),
         ({"verify_tokens": 2**40}, "verify_tokens is 1099511627776"),
         ({"drafts": Drafts(2, 3)}, "drafts is .*; give a list of Drafts"),

@@ -92,7 +92,16 @@ def test_forks_checkpoints_and_rows_that_begin_at_them(provider: str, device: to
     child = type(one)(table.fork(one.row, len(one.ids)), list(one.ids))
     world.step([one, child], [world.ids(1), world.ids(5)])
     world.step([child, one], [world.ids(1), world.ids(1)])
+    begun = table.fork(one.row, len(one.ids)), table.kept.admit_over(ids, 2 * PAGE_SIZE)
+    for row, tokens in zip(begun, (len(one.ids), 2 * PAGE_SIZE), strict=True):
+        table.truncate(row, tokens - 1)
+        with pytest.raises(BadBatch, match=f"whose state is there after {tokens} tokens"):
+            world.run([type(one)(row, one.ids[: tokens - 1])], [world.ids(1)])
+        table.free(row)
     table.free(one.row)
+    table.free(table.kept.admit_over([], 0))
+    with pytest.raises(BadBatch, match=r"recurrent layers have no state after 7 kept tokens; begin after 8 tokens"):
+        table.kept.admit_over(ids, 2 * PAGE_SIZE - 1)
     for _ in range(2):  # two rows go on from one checkpoint
         late = type(one)(table.kept.admit_over(ids, 2 * PAGE_SIZE), one.ids[: 2 * PAGE_SIZE])
         world.step([late], [world.ids(3)])
@@ -225,6 +234,7 @@ def test_tokens_that_steps_of_device_lengths_stored_are_not_from_elsewhere(
     if goes_back:
         world.runtime.table.truncate(one.row, 6)
         world.runtime.table.reserve(one.row, 9)
+        world.runtime.table.truncate(one.row, 9)
     world.runtime.table.mark_stored([one.row], [8])
     one.ids += [7, 7]
     if goes_back:

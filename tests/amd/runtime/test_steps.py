@@ -51,6 +51,7 @@ def test_rows_of_one_element_may_have_any_stride(provider: str, device: torch.de
         PaddedShape(StepKind.MIXED, 0, 4),
         PaddedShape(StepKind.DECODE, 4, 8),
         PaddedShape(StepKind.MIXED, 3, 6, 2),
+        PaddedShape(StepKind.MIXED, 4, 7, 2),
         PaddedShape(StepKind.DECODE, 3, 3, 3),
         PaddedShape(StepKind.VERIFY, 2, 4, 2),
         PaddedShape(StepKind.DECODE, 2, 6, 3, Drafts(1, 2)),

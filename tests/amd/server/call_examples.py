@@ -138,6 +138,13 @@ EXAMPLES = [
         )
         for text in [text.partition('<invoke name="get-time">')[0]]
     ),
+    # The end of a call alone is text too, and so are a value's own new lines where the form has none.
+    Example("qwen3_coder", QWEN_XML.partition("\n<parameter=days>")[0].replace("Oslo", "<parameter=city> it is")
+            + "\n</tool_call>", [("get_weather", {"city": "<parameter=city> it is"})]),
+    Example("qwen3_coder", QWEN_XML.replace("Oslo", "</function> b"),
+            [("get_weather", {"city": "</function> b", "days": 3})]),
+    Example("minimax_m2", MINIMAX.replace("Oslo", "\nOslo\n"),
+            [("get_weather", {"city": "\nOslo\n", "days": 3}), *BOTH[1:]]),
     *(
         Example("qwen3_coder", f"{half} it is.\n{call}", calls, f"{half} it is.")
         for half in ("<tool_call>\n<function=get_weather><parameter=city>", "A <function=get_weather><parameter=city>")

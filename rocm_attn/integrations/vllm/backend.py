@@ -36,6 +36,7 @@ from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
+from rocm_attn.integrations.vllm.drafters import DraftMetadata, let_drafters_take_ours
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import (
     ATTENTION_TYPES,
@@ -136,7 +137,7 @@ Group = KVGroup | SharedContextGroup | OwnTokens
 
 
 @dataclass
-class RocmAttnMetadata:
+class RocmAttnMetadata(DraftMetadata):
     """The data of a step that vLLM passes to each layer.
 
     causal:       as vLLM has it; its proposer of block drafts reads it
@@ -169,6 +170,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         VLLM.require_served()
         require_parallel(vllm_config, PROMPTS_SHARED)
         require_whole_steps(vllm_config)
+        let_drafters_take_ours(vllm_config)
         if getattr(vllm_config, "diffusion_config", None) is not None:
             raise Unsupported(
                 "the model denoises blocks (diffusion_config), next to prompts that are causal in the same step; "

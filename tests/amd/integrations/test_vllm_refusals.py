@@ -171,6 +171,24 @@ def test_in_batch_invariant_mode_prompts_of_latent_layers_count_as_decodes(
         builder(ours, "mla", **DECODES_SHARED)
 
 
+@pytest.mark.parametrize("is_rocm", [False, True])
+@pytest.mark.parametrize("kind", ["backend", "sparse_mla"])
+def test_vllms_drafters_take_our_metadata_on_rocm_too(
+    kind: str, is_rocm: bool, ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runner V1 has a list of classes there, and makes the drafter of the target before any builder."""
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_rocm", lambda: is_rocm)
+    monkeypatch.setattr(Config, "speculative_config", object())
+    make = sys.modules["vllm.v1.spec_decode.llm_base_proposer"].SpecDecodeBaseProposer
+    earlier, metadata = make(), [builder(ours, kind).build(0, step()) for _ in range(2)]
+    for drafter in (earlier, make()):
+        for each in metadata:
+            drafter.propose(each)
+        if is_rocm:
+            with pytest.raises(ValueError, match="Unsupported attention metadata type"):
+                drafter.propose(object())
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 def test_drafts_that_the_device_trims_are_refused_where_vllm_splits_steps_by_lengths_on_the_host(
     invariant: bool, ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -91,6 +91,8 @@ def serving_of(runner: Any) -> Serving:
         )
     if runner.kv_index_translator.is_translating:
         raise Unsupported("a unified KV pool is not served, because its table holds virtual slots")
+    if runner.use_mla_backend:
+        _check_latent(runner)
     if hasattr(runner.token_to_kv_pool, "get_index_k_with_scale_buffer"):
         _check_sparse(runner)
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
@@ -121,6 +123,18 @@ def serving_of(runner: Any) -> Serving:
         tried=partial(log_truth, SGLANG.log),
         ran_ahead=partial(log_run_ahead, SGLANG.log),
     )
+
+
+def _check_latent(runner: Any) -> None:
+    """Raises Unsupported if SGLang's model stores latent rows in eight bits itself, by AITER's fused rotation."""
+    from sglang.srt.models.deepseek_common.utils import _use_aiter_gfx95
+
+    named = {*attention_backends(), get_spec().speculative_draft_attention_backend}
+    if _use_aiter_gfx95 and "aiter" in named and runner.kv_cache_dtype.itemsize == 1:
+        raise Unsupported(
+            "on gfx95 SGLang's models store latent rows in FP8 themselves for a backend named aiter, with a scale that "
+            "is not read here, and give it queries in FP8; use --attention-backend rocm_attn, or set SGLANG_USE_AITER=0"
+        )
 
 
 def _check_sparse(runner: Any) -> None:

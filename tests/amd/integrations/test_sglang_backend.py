@@ -54,6 +54,7 @@ class Server:
         self.topk: int | None = None
         self.drafts: int | None = None
         self.backends = "rocm_attn", "rocm_attn"
+        self.of_drafts: str | None = None
         self.disaggregation = "null"
         self.is_hisparse = False
         self.returns_selections = False
@@ -73,6 +74,7 @@ class Server:
                 "SharedReadEnds": SharedReadEnds,
             },
             "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": lambda: False},
+            "sglang.srt.models.deepseek_common.utils": {"_use_aiter_gfx95": False},
             "sglang.srt.layers.attention.verify_mask": {"VerifyMask": VerifyMask},
             "sglang.srt.layers.radix_attention": {"RadixAttention": RadixAttention},
             "sglang.srt.mem_cache.common": {"evict_from_tree_cache": lambda tree, num_tokens: None},
@@ -86,7 +88,9 @@ class Server:
                 "get_schedule": lambda: SimpleNamespace(chunked_prefill_size=self.chunk),
                 "get_parallel": lambda: self.parallel,
                 "get_spec": lambda: SimpleNamespace(
-                    speculative_eagle_topk=self.topk, speculative_num_draft_tokens=self.drafts
+                    speculative_eagle_topk=self.topk,
+                    speculative_num_draft_tokens=self.drafts,
+                    speculative_draft_attention_backend=self.of_drafts,
                 ),
                 "get_memory": lambda: SimpleNamespace(
                     enable_hisparse=self.is_hisparse, disable_radix_cache=not self.has_radix_cache
@@ -225,6 +229,27 @@ def test_a_trees_mask_lies_where_graphs_read_it_once_their_largest_is_known(
     assert mask.buffer.numel() >= 2 * 4 * (made.max_context_len + 4)  # SGLang's tree_mask_numel
     made.init_cuda_graph_state(1, 4)
     assert made.verify_mask is mask
+
+
+def test_latent_rows_that_a_model_stores_in_eight_bits_itself_are_refused(
+    server: Server, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On gfx95 it does so if the backend is named aiter, whose name ours may take."""
+    runner = runner_of(Engine("torch", torch.device("cpu"), is_latent=True, serve=False))
+    runner.kv_cache_dtype = torch.float8_e4m3fn
+    server.backends = "aiter", "aiter"
+    assert backend.serving_of(runner)
+    monkeypatch.setattr(sys.modules["sglang.srt.models.deepseek_common.utils"], "_use_aiter_gfx95", True)
+    refusal = "for a backend named aiter, .*; use --attention-backend rocm_attn, or set SGLANG_USE_AITER=0"
+    with pytest.raises(Unsupported, match=refusal):
+        backend.serving_of(runner)
+    server.backends = "rocm_attn", "rocm_attn"
+    assert backend.serving_of(runner)
+    server.of_drafts = "aiter"
+    with pytest.raises(Unsupported, match=refusal):
+        backend.serving_of(runner)
+    runner.kv_cache_dtype = torch.bfloat16
+    assert backend.serving_of(runner)
 
 
 def test_index_keys_that_others_write_or_keep_are_refused(server: Server, backend: Any, runner: Any) -> None:

@@ -471,6 +471,21 @@ def test_new_scales_of_k_and_v_are_read_when_asked(provider: str, device: torch.
     engine.run(Mode.EXTEND, [engine.admit()], [7])
 
 
+@pytest.mark.parametrize("of_engine", [{}, {"is_latent": True}, {"kv_dtype": torch.float8_e4m3fn}])
+def test_rows_that_others_have_divided_by_scales_are_refused_where_none_are_read(
+    of_engine: dict[str, Any], provider: str, device: torch.device
+) -> None:
+    """On ROCm models rotate and store in one kernel, which divides rows of any dtype by scales of the checkpoint."""
+    engine = Engine(provider, device, k_scale_float=0.5, v_scale_float=0.5, **of_engine)
+    step = engine.begun(Mode.EXTEND, [engine.admit()], [5])
+    if "kv_dtype" not in of_engine:
+        with pytest.raises(Unsupported, match=r"the rows of layer 0 were stored before attention, .* by the layer's"):
+            engine.forward(step, save_kv_cache=False)
+        for layer in engine.layers:
+            layer.k_scale_float = layer.v_scale_float = 1.0
+    engine.forward(step, save_kv_cache=False)
+
+
 def test_the_rotated_part_of_latent_rows_may_come_beside_them(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device, is_latent=True)
     one = engine.admit()

@@ -126,9 +126,18 @@ def serving_of(runner: Any) -> Serving:
 
 
 def _check_latent(runner: Any) -> None:
-    """Raises Unsupported if SGLang's model stores latent rows in eight bits itself, by AITER's fused rotation."""
+    """Raises Unsupported if others would store latent rows with scales, which are read without here.
+
+    SGLang's models do so by AITER's fused rotation, and its own backends if the checkpoint has scales.
+    """
     from sglang.srt.models.deepseek_common.utils import _use_aiter_gfx95
 
+    scales = {getattr(module, "k_scale_float", None) or 1.0 for module in runner.model.modules()}
+    if scales != {1.0} and not set(attention_backends()) <= {*ours()}:
+        raise Unsupported(
+            f"the backends for prompts and decode, {attention_backends()}, differ, and the checkpoint has scales of "
+            "latent rows, which only SGLang's own divide by; use one --attention-backend"
+        )
     named = {*attention_backends(), get_spec().speculative_draft_attention_backend}
     if _use_aiter_gfx95 and "aiter" in named and runner.kv_cache_dtype.itemsize == 1:
         raise Unsupported(

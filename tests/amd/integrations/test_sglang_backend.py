@@ -250,6 +250,13 @@ def test_latent_rows_that_a_model_stores_in_eight_bits_itself_are_refused(
         backend.serving_of(runner)
     runner.kv_cache_dtype = torch.bfloat16
     assert backend.serving_of(runner)
+    server.backends, server.of_drafts = ("triton", "rocm_attn"), None
+    assert backend.serving_of(runner)
+    runner.model.block0.attn.k_scale_float = 0.5
+    with pytest.raises(Unsupported, match="which only SGLang's own divide by; use one --attention-backend"):
+        backend.serving_of(runner)
+    server.backends = "rocm_attn", "rocm_attn"
+    assert backend.serving_of(runner)
 
 
 def test_index_keys_that_others_write_or_keep_are_refused(server: Server, backend: Any, runner: Any) -> None:

@@ -63,6 +63,9 @@ class RocmAttnBackend(AttentionHooks, AttentionBackend):
         if self._mask is None and cells is not None and self._serving.draft_tokens:
             self._mask = VerifyMask(cells, TreeMaskMode.FULL_MASK, max_bs)
 
+    def update_verify_buffers_to_fill_after_draft(self, *_: object) -> None:
+        """Does nothing: with SGLANG_ENABLE_OVERLAP_PLAN_STREAM too, a step that verifies drafts begins after them."""
+
     def shared_read_ends(self, fm: Any) -> Any:
         """Returns when SGLang may write its table again: after the step, because layers may read the table in place."""
         return SharedReadEnds.POST_REPLAY if fm.is_decode() or fm.is_target_verify() else SharedReadEnds.UNKNOWN

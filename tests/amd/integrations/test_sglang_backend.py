@@ -33,6 +33,9 @@ class AttentionBackend:
 
     kv_index_translator = None
 
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        raise NotImplementedError
+
 
 class TreeMaskMode(enum.Enum):
     FULL_MASK = 1
@@ -142,6 +145,13 @@ def test_a_backend_is_one_of_sglangs_and_says_until_when_it_reads_its_table(back
     assert made.shared_read_ends(Mode.DECODE) is SharedReadEnds.POST_REPLAY
     assert made.shared_read_ends(Mode.TARGET_VERIFY) is SharedReadEnds.POST_REPLAY
     assert made.shared_read_ends(Mode.EXTEND) is SharedReadEnds.UNKNOWN
+
+
+def test_drafts_need_no_second_look_where_steps_are_planned_on_a_stream_of_their_own(backend: Any, runner: Any) -> None:
+    """SGLang asks for it with SGLANG_ENABLE_OVERLAP_PLAN_STREAM, and the plan's stream has waited for the drafts."""
+    made = backend.create(runner)
+    for batch_size in (4, None):
+        made.update_verify_buffers_to_fill_after_draft(SimpleNamespace(), batch_size)
 
 
 def test_a_model_with_an_encoder_has_a_backend_that_crosses(server: Server, backend: Any) -> None:

@@ -202,10 +202,12 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
             require_room_for_images(vllm_config.scheduler_config)
         seeing = [name for name, layer in layers.items() if has_images and sees_images(layer, vllm_config.model_config)]
         self._hides_images = has_images and not seeing
-        of_group = {
-            name: group_layer(layer, _problem_of(layer, cache, is_open=is_open, has_images=name in seeing))
-            for name, layer in layers.items()
-        }
+        of_group = {}
+        for name, layer in layers.items():
+            writer = _writer_of(layer, vllm_config)
+            problem = _problem_of(layer, writer, cache, is_open=is_open, has_images=name in seeing)
+            terms = layer.impl.terms
+            of_group[name] = GroupLayer(layer, problem, terms.head_weights, terms.stores, writer)
         self.group: Group
         kinds = {layer.impl.terms.kind for layer in layers.values()}
         if not kinds.isdisjoint(ENCODERS):
@@ -328,15 +330,16 @@ def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[st
     return {name: found[name] for name in layer_names}
 
 
-def group_layer(layer: Any, problem: Any) -> GroupLayer:
-    """Returns a layer of vLLM's in the form that KVGroup takes."""
-    terms = layer.impl.terms
-    return GroupLayer(layer, problem, terms.head_weights, terms.stores)
+def _writer_of(layer: Any, vllm_config: VllmConfig) -> Any:
+    """Returns the layer that stores the KV which a layer reads: another one, or itself."""
+    name = getattr(layer, "kv_sharing_target_layer_name", None)
+    return layer if name is None else layers_of(vllm_config, [name])[name]
 
 
-def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool, has_images: bool) -> Problem:
+def _problem_of(layer: Any, writer: Any, cache: CacheTerms, *, is_open: bool, has_images: bool) -> Problem:
     """Returns the problem of a layer whose heads have their own K and V. Raises Unsupported, BadProblem.
 
+    writer:     the layer that stores its KV
     is_open:    whether its steps may be not causal
     has_images: whether they may have images
     """
@@ -346,7 +349,7 @@ def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool, has_images: boo
         # Models for which vLLM sets it keep their windows, the others do not.
         spans_pass_window=has_images and not getattr(layer, _KEEPS_WINDOW, False),
     )
-    if layer._k_scale.numel() > 1:
+    if writer._k_scale.numel() > 1:
         cache = replace(cache, fp8_scales=Scales.HEAD)
     problem: Problem = layer.impl.terms.problem(cache, mask)
     return problem

@@ -119,7 +119,8 @@ class ModelLayers:
         if refused:
             raise Unsupported("; ".join(refused))
         self.layers: Sequence[RadixAttentionView] = [each.layer for each in found]
-        self._places = {_signature(each.layer): place for place, each in enumerate(found)}
+        # The first one of an id stores; others of it read, and a checkpoint has no scales for them.
+        self._places = {_signature(each.layer): place for place, each in reversed([*enumerate(found)])}
         # Holds each layer that was looked up, so that no other object gets its id.
         self._looked_up: dict[int, tuple[RadixAttentionView, int]] = {}
         self._sinks = [each.sinks for each in found]

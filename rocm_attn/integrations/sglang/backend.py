@@ -63,6 +63,9 @@ class RocmAttnBackend(AttentionHooks, AttentionBackend):
         if self._mask is None and cells is not None and self._serving.draft_tokens:
             self._mask = VerifyMask(cells, TreeMaskMode.FULL_MASK, max_bs)
 
+    def update_verify_buffers_to_fill_after_draft(self, *_: object) -> None:
+        """Does nothing: with SGLANG_ENABLE_OVERLAP_PLAN_STREAM too, a step that verifies drafts begins after them."""
+
     def shared_read_ends(self, fm: Any) -> Any:
         """Returns when SGLang may write its table again: after the step, because layers may read the table in place."""
         return SharedReadEnds.POST_REPLAY if fm.is_decode() or fm.is_target_verify() else SharedReadEnds.UNKNOWN
@@ -91,6 +94,8 @@ def serving_of(runner: Any) -> Serving:
         )
     if runner.kv_index_translator.is_translating:
         raise Unsupported("a unified KV pool is not served, because its table holds virtual slots")
+    if runner.use_mla_backend:
+        _check_latent(runner)
     if hasattr(runner.token_to_kv_pool, "get_index_k_with_scale_buffer"):
         _check_sparse(runner)
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
@@ -121,6 +126,27 @@ def serving_of(runner: Any) -> Serving:
         tried=partial(log_truth, SGLANG.log),
         ran_ahead=partial(log_run_ahead, SGLANG.log),
     )
+
+
+def _check_latent(runner: Any) -> None:
+    """Raises Unsupported if others would store latent rows with scales, which are read without here.
+
+    SGLang's models do so by AITER's fused rotation, and its own backends if the checkpoint has scales.
+    """
+    from sglang.srt.models.deepseek_common.utils import _use_aiter_gfx95
+
+    scales = {getattr(module, "k_scale_float", None) or 1.0 for module in runner.model.modules()}
+    if scales != {1.0} and not set(attention_backends()) <= {*ours()}:
+        raise Unsupported(
+            f"the backends for prompts and decode, {attention_backends()}, differ, and the checkpoint has scales of "
+            "latent rows, which only SGLang's own divide by; use one --attention-backend"
+        )
+    named = {*attention_backends(), get_spec().speculative_draft_attention_backend}
+    if _use_aiter_gfx95 and "aiter" in named and runner.kv_cache_dtype.itemsize == 1:
+        raise Unsupported(
+            "on gfx95 SGLang's models store latent rows in FP8 themselves for a backend named aiter, with a scale that "
+            "is not read here, and give it queries in FP8; use --attention-backend rocm_attn, or set SGLANG_USE_AITER=0"
+        )
 
 
 def _check_sparse(runner: Any) -> None:

@@ -119,7 +119,8 @@ class ModelLayers:
         if refused:
             raise Unsupported("; ".join(refused))
         self.layers: Sequence[RadixAttentionView] = [each.layer for each in found]
-        self._places = {_signature(each.layer): place for place, each in enumerate(found)}
+        # The first one of an id stores; others of it read, and a checkpoint has no scales for them.
+        self._places = {_signature(each.layer): place for place, each in reversed([*enumerate(found)])}
         # Holds each layer that was looked up, so that no other object gets its id.
         self._looked_up: dict[int, tuple[RadixAttentionView, int]] = {}
         self._sinks = [each.sinks for each in found]
@@ -194,10 +195,7 @@ class ModelLayers:
         if problem.kv_scales is Scales.GROUP:
             coded = EnginePages(None, None, problem.page_format)
         elif problem.kv_encoding is not KVEncoding.LIKE_Q:
-            scales = 1.0, 1.0
-            if not self.is_latent:
-                of_k, of_v = layer.k_scale_float or layer.k_scale, layer.v_scale_float or layer.v_scale
-                scales = float(of_k or 1.0), float(of_v or 1.0)
+            scales = (1.0, 1.0) if self.is_latent else _scales(layer)
             k_scale, v_scale = (torch.tensor([scale], dtype=torch.float32, device=owner.device) for scale in scales)
             coded = EnginePages(k_scale, v_scale, problem.page_format)
         return EngineLayerPages(k, v, coded)
@@ -225,6 +223,11 @@ class ModelLayers:
     def has_records(self, place: int) -> bool:
         """True if a layer's rows are records: codes, their scales, and the rotated part in bfloat16."""
         return self._problems[place].kv_scales is Scales.GROUP
+
+    def ignores_scales(self, place: int) -> bool:
+        """True if a layer has scales of K or V other than 1, and its pages are read without."""
+        is_plain = self.is_latent or self._problems[place].kv_encoding is KVEncoding.LIKE_Q
+        return is_plain and _scales(self.layers[place]) != (1.0, 1.0)
 
     def _paged(self, rows: Tensor) -> Tensor:
         """Returns rows as [pages, page_size, heads, dim]. Rows at the end of a pool that fill no page are left out."""
@@ -323,6 +326,12 @@ def _has_pages(layer: RadixAttentionView, runner: Runner) -> bool:
         return True
     latent = getattr(runner.token_to_kv_pool, "kv_lora_rank", layer.v_head_dim)
     return layer.tp_k_head_num == 1 and bool(layer.v_head_dim == latent)
+
+
+def _scales(layer: RadixAttentionView) -> tuple[float, float]:
+    """Returns a layer's scales of K and V."""
+    of_k, of_v = layer.k_scale_float or layer.k_scale, layer.v_scale_float or layer.v_scale
+    return float(of_k or 1.0), float(of_v or 1.0)
 
 
 def _kind(layer: RadixAttentionView) -> str:

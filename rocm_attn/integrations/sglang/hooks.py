@@ -396,6 +396,13 @@ class AttentionHooks:
                 f"the rows of layer {layer.layer_id} were stored before attention, and the pool's rows are records, "
                 "which only our store makes here; use --kv-cache-dtype bfloat16, or set SGLANG_USE_AITER=0"
             )
+        # A layer that reads another one's rows passes no K.
+        if not saves and (k is not None or self._layers.is_latent) and self._layers.ignores_scales(place):
+            raise Unsupported(
+                f"the rows of layer {layer.layer_id} were stored before attention, and the kernels that do it on ROCm "
+                "divide them by the layer's scales, which are not read from this pool; use --kv-cache-dtype fp8_e4m3, "
+                "or --attention-backend rocm_attn if the rows are latent"
+            )
         if saves and k is not None and v is not None:
             k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
             if self._layers.is_latent:

@@ -36,6 +36,7 @@ from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
+from rocm_attn.integrations.vllm.drafters import DraftMetadata, let_drafters_take_ours
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend, StepOfGroup
 from rocm_attn.integrations.vllm.layer_terms import (
     ATTENTION_TYPES,
@@ -136,7 +137,7 @@ Group = KVGroup | SharedContextGroup | OwnTokens
 
 
 @dataclass
-class RocmAttnMetadata:
+class RocmAttnMetadata(DraftMetadata):
     """The data of a step that vLLM passes to each layer.
 
     causal:       as vLLM has it; its proposer of block drafts reads it
@@ -169,6 +170,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         VLLM.require_served()
         require_parallel(vllm_config, PROMPTS_SHARED)
         require_whole_steps(vllm_config)
+        let_drafters_take_ours(vllm_config)
         if getattr(vllm_config, "diffusion_config", None) is not None:
             raise Unsupported(
                 "the model denoises blocks (diffusion_config), next to prompts that are causal in the same step; "
@@ -200,10 +202,12 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
             require_room_for_images(vllm_config.scheduler_config)
         seeing = [name for name, layer in layers.items() if has_images and sees_images(layer, vllm_config.model_config)]
         self._hides_images = has_images and not seeing
-        of_group = {
-            name: group_layer(layer, _problem_of(layer, cache, is_open=is_open, has_images=name in seeing))
-            for name, layer in layers.items()
-        }
+        of_group = {}
+        for name, layer in layers.items():
+            writer = _writer_of(layer, vllm_config)
+            problem = _problem_of(layer, writer, cache, is_open=is_open, has_images=name in seeing)
+            terms = layer.impl.terms
+            of_group[name] = GroupLayer(layer, problem, terms.head_weights, terms.stores, writer)
         self.group: Group
         kinds = {layer.impl.terms.kind for layer in layers.values()}
         if not kinds.isdisjoint(ENCODERS):
@@ -326,15 +330,16 @@ def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[st
     return {name: found[name] for name in layer_names}
 
 
-def group_layer(layer: Any, problem: Any) -> GroupLayer:
-    """Returns a layer of vLLM's in the form that KVGroup takes."""
-    terms = layer.impl.terms
-    return GroupLayer(layer, problem, terms.head_weights, terms.stores)
+def _writer_of(layer: Any, vllm_config: VllmConfig) -> Any:
+    """Returns the layer that stores the KV which a layer reads: another one, or itself."""
+    name = getattr(layer, "kv_sharing_target_layer_name", None)
+    return layer if name is None else layers_of(vllm_config, [name])[name]
 
 
-def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool, has_images: bool) -> Problem:
+def _problem_of(layer: Any, writer: Any, cache: CacheTerms, *, is_open: bool, has_images: bool) -> Problem:
     """Returns the problem of a layer whose heads have their own K and V. Raises Unsupported, BadProblem.
 
+    writer:     the layer that stores its KV
     is_open:    whether its steps may be not causal
     has_images: whether they may have images
     """
@@ -344,7 +349,7 @@ def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool, has_images: boo
         # Models for which vLLM sets it keep their windows, the others do not.
         spans_pass_window=has_images and not getattr(layer, _KEEPS_WINDOW, False),
     )
-    if layer._k_scale.numel() > 1:
+    if writer._k_scale.numel() > 1:
         cache = replace(cache, fp8_scales=Scales.HEAD)
     problem: Problem = layer.impl.terms.problem(cache, mask)
     return problem

@@ -58,12 +58,14 @@ class GroupLayer:
 
     weights: its head weights. Their values are not there before the first step, and vLLM may change the sinks later
     stores:  whether it has KV of its own
+    writer:  the layer by whose scales the KV is stored; None: itself
     """
 
     layer: CachedLayer
     problem: Problem
     weights: HeadWeights = NO_HEAD_WEIGHTS
     stores: bool = True
+    writer: CachedLayer | None = None
 
 
 class LoadedWeights:
@@ -419,8 +421,8 @@ def _scales(each: GroupLayer) -> tuple[Tensor | None, Tensor | None]:
     """Returns the scales of K and V that vLLM keeps outside of a layer's pages; records have their own."""
     if each.problem.kv_scales is Scales.GROUP:
         return None, None
-    k_scale = each.layer._k_scale
-    return k_scale, k_scale if each.problem.pool is PoolKind.LATENT else each.layer._v_scale
+    writer = each.writer or each.layer
+    return writer._k_scale, writer._k_scale if each.problem.pool is PoolKind.LATENT else writer._v_scale
 
 
 def forget_empty_parts(kv_len: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -172,12 +172,24 @@ def latent_group(
     # vLLM has no kernel for CPUs that stores latent rows as codes.
     if on_cpu and any(layer.impl.terms.kv_cache_dtype not in PLAIN_DTYPES for layer in layers.values()):
         raise Unsupported("latent rows are not stored in FP8 on a CPU; leave --kv-cache-dtype at auto there")
+    for name, layer in layers.items():
+        _require_whole_queries(name, layer)
     of_group = {
         name: GroupLayer(layer, replace(layer.impl.terms.latent_problem(cache, layer.impl.kv_lora_rank), **of_problem))
         for name, layer in layers.items()
     }
     probe = LatentProbe([*layers.values()], VLLM.log, most_new, choosers)
     return new_group(of_group, vllm_config, device, shards, probe, probe.ahead)
+
+
+def _require_whole_queries(name: str, layer: Any) -> None:
+    """Raises Unsupported for a layer that divides a part of its queries by their scale, and leaves the rotated one."""
+    divides = getattr(layer, "is_aiter_triton_fp4_bmm_enabled", False)
+    if divides and layer.impl.terms.kv_cache_dtype not in PLAIN_DTYPES and float(layer._q_scale) != 1.0:
+        raise Unsupported(
+            f"{name} has queries of scale {float(layer._q_scale)}, by which AITER's product in FP4 divides a part of "
+            "them; leave VLLM_ROCM_USE_AITER_FP4BMM out"
+        )
 
 
 _OF_LAYERS = 10  # the number of leading arguments that all implementations share
@@ -218,6 +230,7 @@ class RocmAttnMLAImpl(StoresLatentRows, MLACommonImpl[MLACommonMetadata]):
         super().__init__(*given, **named)
         self.terms = terms_of(MLACommonImpl, given, named)
         self.supports_quant_query_input = False
+        self._dtype = torch.get_default_dtype()  # the model's, while vLLM makes its layers
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
@@ -225,6 +238,8 @@ class RocmAttnMLAImpl(StoresLatentRows, MLACommonImpl[MLACommonMetadata]):
         """Returns the decodes' attention over latent rows; if ranks share sequences, also its LSE, natural log."""
         decodes: RocmAttnDecodes = attn_metadata.decode
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        if queries.itemsize == 1:  # Kimi K3's model quantises them on ROCm, whatever the backend says
+            queries = queries.to(self._dtype) * layer._q_scale
         tokens, heads = queries.shape[:2]
         out = queries.new_empty(tokens, heads, self.kv_lora_rank)
         lse = queries.new_empty(tokens, heads, dtype=torch.float32) if self.need_to_return_lse_for_decode else None

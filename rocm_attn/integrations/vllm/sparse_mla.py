@@ -22,6 +22,7 @@ from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import SPARSE_MLA_NAME
 from rocm_attn.integrations.vllm.backend import DECODES_SHARED, PROMPTS_SHARED, has_name, require_parallel
+from rocm_attn.integrations.vllm.drafters import DraftMetadata, let_drafters_take_ours
 from rocm_attn.integrations.vllm.group import KVGroup, StepOfGroup, give_chosen
 from rocm_attn.integrations.vllm.layer_terms import LATENT_CACHE_DTYPES, RECORDS
 from rocm_attn.integrations.vllm.mla import RocmAttnMLABackend, StoresLatentRows, latent_group, terms_of
@@ -70,7 +71,7 @@ class RocmAttnSparseMLABackend(RocmAttnMLABackend):
 
 
 @dataclass
-class RocmAttnSparseMetadata:
+class RocmAttnSparseMetadata(DraftMetadata):
     """The data of a step that vLLM passes to each layer. All tokens count as decodes: prompts have no attention apart.
 
     All names except the first two are vLLM's.
@@ -104,6 +105,7 @@ class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata])
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         VLLM.require_served()
         require_parallel(vllm_config, DECODES_SHARED, PROMPTS_SHARED)
+        let_drafters_take_ours(vllm_config)
         if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
             raise Unsupported(
                 "vLLM keeps latent rows on the host and a few of them on the device (HiSparse), and rocm_attn reads "

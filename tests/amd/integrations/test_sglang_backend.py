@@ -33,6 +33,9 @@ class AttentionBackend:
 
     kv_index_translator = None
 
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        raise NotImplementedError
+
 
 class TreeMaskMode(enum.Enum):
     FULL_MASK = 1
@@ -54,6 +57,7 @@ class Server:
         self.topk: int | None = None
         self.drafts: int | None = None
         self.backends = "rocm_attn", "rocm_attn"
+        self.of_drafts: str | None = None
         self.disaggregation = "null"
         self.is_hisparse = False
         self.returns_selections = False
@@ -73,6 +77,7 @@ class Server:
                 "SharedReadEnds": SharedReadEnds,
             },
             "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": lambda: False},
+            "sglang.srt.models.deepseek_common.utils": {"_use_aiter_gfx95": False},
             "sglang.srt.layers.attention.verify_mask": {"VerifyMask": VerifyMask},
             "sglang.srt.layers.radix_attention": {"RadixAttention": RadixAttention},
             "sglang.srt.mem_cache.common": {"evict_from_tree_cache": lambda tree, num_tokens: None},
@@ -86,7 +91,9 @@ class Server:
                 "get_schedule": lambda: SimpleNamespace(chunked_prefill_size=self.chunk),
                 "get_parallel": lambda: self.parallel,
                 "get_spec": lambda: SimpleNamespace(
-                    speculative_eagle_topk=self.topk, speculative_num_draft_tokens=self.drafts
+                    speculative_eagle_topk=self.topk,
+                    speculative_num_draft_tokens=self.drafts,
+                    speculative_draft_attention_backend=self.of_drafts,
                 ),
                 "get_memory": lambda: SimpleNamespace(
                     enable_hisparse=self.is_hisparse, disable_radix_cache=not self.has_radix_cache
@@ -138,6 +145,13 @@ def test_a_backend_is_one_of_sglangs_and_says_until_when_it_reads_its_table(back
     assert made.shared_read_ends(Mode.DECODE) is SharedReadEnds.POST_REPLAY
     assert made.shared_read_ends(Mode.TARGET_VERIFY) is SharedReadEnds.POST_REPLAY
     assert made.shared_read_ends(Mode.EXTEND) is SharedReadEnds.UNKNOWN
+
+
+def test_drafts_need_no_second_look_where_steps_are_planned_on_a_stream_of_their_own(backend: Any, runner: Any) -> None:
+    """SGLang asks for it with SGLANG_ENABLE_OVERLAP_PLAN_STREAM, and the plan's stream has waited for the drafts."""
+    made = backend.create(runner)
+    for batch_size in (4, None):
+        made.update_verify_buffers_to_fill_after_draft(SimpleNamespace(), batch_size)
 
 
 def test_a_model_with_an_encoder_has_a_backend_that_crosses(server: Server, backend: Any) -> None:
@@ -225,6 +239,34 @@ def test_a_trees_mask_lies_where_graphs_read_it_once_their_largest_is_known(
     assert mask.buffer.numel() >= 2 * 4 * (made.max_context_len + 4)  # SGLang's tree_mask_numel
     made.init_cuda_graph_state(1, 4)
     assert made.verify_mask is mask
+
+
+def test_latent_rows_that_a_model_stores_in_eight_bits_itself_are_refused(
+    server: Server, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On gfx95 it does so if the backend is named aiter, whose name ours may take."""
+    runner = runner_of(Engine("torch", torch.device("cpu"), is_latent=True, serve=False))
+    runner.kv_cache_dtype = torch.float8_e4m3fn
+    server.backends = "aiter", "aiter"
+    assert backend.serving_of(runner)
+    monkeypatch.setattr(sys.modules["sglang.srt.models.deepseek_common.utils"], "_use_aiter_gfx95", True)
+    refusal = "for a backend named aiter, .*; use --attention-backend rocm_attn, or set SGLANG_USE_AITER=0"
+    with pytest.raises(Unsupported, match=refusal):
+        backend.serving_of(runner)
+    server.backends = "rocm_attn", "rocm_attn"
+    assert backend.serving_of(runner)
+    server.of_drafts = "aiter"
+    with pytest.raises(Unsupported, match=refusal):
+        backend.serving_of(runner)
+    runner.kv_cache_dtype = torch.bfloat16
+    assert backend.serving_of(runner)
+    server.backends, server.of_drafts = ("triton", "rocm_attn"), None
+    assert backend.serving_of(runner)
+    runner.model.block0.attn.k_scale_float = 0.5
+    with pytest.raises(Unsupported, match="which only SGLang's own divide by; use one --attention-backend"):
+        backend.serving_of(runner)
+    server.backends = "rocm_attn", "rocm_attn"
+    assert backend.serving_of(runner)
 
 
 def test_index_keys_that_others_write_or_keep_are_refused(server: Server, backend: Any, runner: Any) -> None:

@@ -251,6 +251,18 @@ def test_eight_bit_pages_are_read_with_the_layers_scales(
     engine.run(Mode.DECODE, [one, two], [1, 1])
 
 
+def test_layers_of_one_id_have_the_scales_of_the_one_that_stores(provider: str, device: torch.device) -> None:
+    """Gemma 3n and Gemma 4: last layers read K and V of an earlier one, and a checkpoint has no scales for them."""
+    engine = Engine(provider, device, kv_dtype=torch.float8_e4m3fn, k_scale_float=0.3, v_scale_float=0.7)
+    block: Any = torch.nn.Module()
+    block.attn = RadixAttention(0)
+    engine.model.add_module("reader", block)
+    engine.hooks = AttentionHooks(engine.runner, engine.serving)
+    step = engine.run(Mode.EXTEND, [engine.admit()], [5])
+    out = engine.hooks.forward_extend(step.q[0], None, None, block.attn, step.batch, save_kv_cache=False)
+    assert torch.equal(out, step.outs[0])
+
+
 def test_the_two_halves_of_an_overlapped_batch_have_backends_of_their_own(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device)
     other = AttentionHooks(engine.runner, engine.serving)
@@ -469,6 +481,21 @@ def test_new_scales_of_k_and_v_are_read_when_asked(provider: str, device: torch.
         layer.k_scale_float = layer.v_scale_float = 64.0
     engine.hooks.renew_weights()
     engine.run(Mode.EXTEND, [engine.admit()], [7])
+
+
+@pytest.mark.parametrize("of_engine", [{}, {"is_latent": True}, {"kv_dtype": torch.float8_e4m3fn}])
+def test_rows_that_others_have_divided_by_scales_are_refused_where_none_are_read(
+    of_engine: dict[str, Any], provider: str, device: torch.device
+) -> None:
+    """On ROCm models rotate and store in one kernel, which divides rows of any dtype by scales of the checkpoint."""
+    engine = Engine(provider, device, k_scale_float=0.5, v_scale_float=0.5, **of_engine)
+    step = engine.begun(Mode.EXTEND, [engine.admit()], [5])
+    if "kv_dtype" not in of_engine:
+        with pytest.raises(Unsupported, match=r"the rows of layer 0 were stored before attention, .* by the layer's"):
+            engine.forward(step, save_kv_cache=False)
+        for layer in engine.layers:
+            layer.k_scale_float = layer.v_scale_float = 1.0
+    engine.forward(step, save_kv_cache=False)
 
 
 def test_the_rotated_part_of_latent_rows_may_come_beside_them(provider: str, device: torch.device) -> None:

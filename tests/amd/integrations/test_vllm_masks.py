@@ -231,6 +231,20 @@ def test_reference_sliding_windows_are_refused_at_the_start(ours: Any) -> None:
         ours.RocmAttnBuilder(spec(), ["layer"], config, CPU)
 
 
+def test_anothers_kv_in_eight_bits_is_read_with_the_scales_by_which_that_layer_stores(ours: Any) -> None:
+    """A checkpoint has none for a layer without K and V of its own (Gemma 3n, Gemma 4)."""
+    codes: dict[str, Any] = {"kv_cache_dtype": "fp8", "_k_scale": torch.tensor(0.5), "_v_scale": torch.tensor(0.25)}
+    writer, reader = gqa_layer(ours.RocmAttnImpl, **codes), gqa_layer(ours.RocmAttnImpl, kv_cache_dtype="fp8")
+    reader.layer_name, reader.kv_sharing_target_layer_name, reader.kv_cache = "reader", "layer", writer.kv_cache
+    config = Config({"layer": writer, "reader": reader})
+    made, out = ours.RocmAttnBuilder(spec(), ["layer", "reader"], config, CPU), torch.zeros(2, 1, HEADS, DIM)
+    q, kv, common = torch.ones(1, HEADS, DIM), torch.ones(1, 1, DIM), step(1)
+    metadata = made.build(0, common)
+    writer.impl.forward(writer, q, kv, kv, writer.kv_cache, metadata, out[0])
+    reader.impl.forward(reader, q, None, None, reader.kv_cache, metadata, out[1])
+    assert (out == 1).all()
+
+
 @pytest.mark.parametrize(("scale", "shared"), [([0.5, 2.0], Scales.HEAD), (1.0, Scales.LAYER)])
 def test_heads_have_scales_of_their_own_if_vllm_has_loaded_such(scale: Any, shared: Scales, ours: Any) -> None:
     assert ours.RocmAttnBackend.supports_per_head_quant_scales()

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,6 +172,24 @@ def test_in_batch_invariant_mode_prompts_of_latent_layers_count_as_decodes(
         builder(ours, "mla", **DECODES_SHARED)
 
 
+@pytest.mark.parametrize("is_rocm", [False, True])
+@pytest.mark.parametrize("kind", ["backend", "sparse_mla"])
+def test_vllms_drafters_take_our_metadata_on_rocm_too(
+    kind: str, is_rocm: bool, ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runner V1 has a list of classes there, and makes the drafter of the target before any builder."""
+    monkeypatch.setattr(sys.modules["vllm.platforms"].current_platform, "is_rocm", lambda: is_rocm)
+    monkeypatch.setattr(Config, "speculative_config", object())
+    make = sys.modules["vllm.v1.spec_decode.llm_base_proposer"].SpecDecodeBaseProposer
+    earlier, metadata = make(), [builder(ours, kind).build(0, step()) for _ in range(2)]
+    for drafter in (earlier, make()):
+        for each in metadata:
+            drafter.propose(each)
+        if is_rocm:
+            with pytest.raises(ValueError, match="Unsupported attention metadata type"):
+                drafter.propose(object())
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 def test_drafts_that_the_device_trims_are_refused_where_vllm_splits_steps_by_lengths_on_the_host(
     invariant: bool, ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -229,22 +248,51 @@ def test_choices_of_another_width_than_the_models_are_refused(
     assert out.shape == (1, HEADS, LATENT)
 
 
+def decodes_of(made: Any, common: Any) -> Any:
+    """Begins a step of a builder of MLA layers as vLLM does, and returns its metadata."""
+    made._common = common
+    decodes = made._build_decode(
+        query_start_loc_device=common.query_start_loc,
+        seq_lens_device=common.seq_lens,
+        num_decode_tokens=common.num_actual_tokens,
+        max_seq_len=common.max_seq_len,
+        block_table_tensor=common.block_table_tensor,
+        dcp_tot_seq_lens_device=None,
+    )
+    return SimpleNamespace(decode=decodes)
+
+
+def test_queries_that_a_model_has_quantised_are_scaled_back(ours: dict[str, Any]) -> None:
+    """Kimi K3's model does so on ROCm with AITER and a cache in FP8, whatever supports_quant_query_input says."""
+    layer, common = latent_layer(ours["mla"].RocmAttnMLAImpl), step()
+    layer.impl.need_to_return_lse_for_decode, layer._q_scale = False, torch.tensor(0.5)
+    layer.kv_cache.copy_(torch.arange(layer.kv_cache.numel()).reshape(layer.kv_cache.shape) % 7 - 3)
+    made = builder(ours, "mla", layer)
+    codes = (torch.arange(HEADS * (LATENT + DIM)).reshape(1, HEADS, -1) % 5 - 2.0).to(torch.float8_e4m3fn)
+    out, _ = layer.impl.forward_mqa(codes, layer.kv_cache, decodes_of(made, common), layer)
+    wanted, _ = layer.impl.forward_mqa(codes.float() / 2, layer.kv_cache, decodes_of(made, common), layer)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, wanted)
+    assert out.any()
+
+
+def test_queries_of_which_a_part_is_divided_by_their_scale_are_refused(ours: dict[str, Any]) -> None:
+    """AITER's product of queries in FP4 divides, if the cache is in FP8, and rotated parts stay as they are."""
+    layer = latent_layer(ours["mla"].RocmAttnMLAImpl)
+    layer.is_aiter_triton_fp4_bmm_enabled, layer._q_scale = True, torch.tensor(0.5)
+    assert builder(ours, "mla", layer).group
+    layer.impl.terms = replace(layer.impl.terms, kv_cache_dtype="fp8")
+    with pytest.raises(Unsupported, match=r"layer has queries of scale 0\.5, .*; leave VLLM_ROCM_USE_AITER_FP4BMM out"):
+        ours["mla"].RocmAttnMLABuilder(spec(), ["layer"], Config({"layer": layer}), torch.device("meta"))
+
+
 @pytest.mark.parametrize("shares", [False, True])
 def test_latent_decodes_give_their_lse_if_ranks_share_sequences(shares: bool, ours: dict[str, Any]) -> None:
     layer, common = latent_layer(ours["mla"].RocmAttnMLAImpl), step()
     layer.impl.need_to_return_lse_for_decode = shares
     made = builder(ours, "mla", layer)
-    made._common = common
-    decodes = made._build_decode(
-        query_start_loc_device=common.query_start_loc,
-        seq_lens_device=common.seq_lens,
-        num_decode_tokens=1,
-        max_seq_len=common.max_seq_len,
-        block_table_tensor=common.block_table_tensor,
-        dcp_tot_seq_lens_device=None,
-    )
     q = torch.ones(1, HEADS, LATENT + DIM)
-    out, lse = layer.impl.forward_mqa(q, layer.kv_cache, SimpleNamespace(decode=decodes), layer)
+    out, lse = layer.impl.forward_mqa(q, layer.kv_cache, decodes_of(made, common), layer)
     assert not out.any()
     assert layer.impl.can_return_lse_for_decode
     assert not made.group.attention.options.page_strides, "V is a part of K, and K has no gaps"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -148,6 +148,7 @@ class Config:
         own = {"dtype": torch.float32, "max_model_len": 64, "is_mm_prefix_lm": self.has_images}
         return SimpleNamespace(hf_text_config=chosen, **own, **self.model)
 
+    speculative_config: ClassVar[object] = None
     attention_config = SimpleNamespace(use_non_causal=False)
     scheduler_config = SimpleNamespace(
         max_num_seqs=SEQS,
@@ -282,6 +283,20 @@ def step(kv_len: int = 3) -> Any:
     )
 
 
+def drafters(platform: Any) -> type:
+    """Returns SpecDecodeBaseProposer, whose list on ROCm is that of vLLM's own classes of metadata."""
+
+    class SpecDecodeBaseProposer:
+        def __init__(self) -> None:
+            self.allowed_attn_types = (Decodes,) if platform.is_rocm() else None
+
+        def propose(self, metadata: Any) -> None:
+            if self.allowed_attn_types is not None and not isinstance(metadata, self.allowed_attn_types):
+                raise ValueError("Unsupported attention metadata type for speculative decoding")
+
+    return SpecDecodeBaseProposer
+
+
 @contextmanager
 def installed(version: str = "0.33.0", ranks: int = 2) -> Iterator[dict[str, Any]]:
     """Yields our modules of CLASSES by name, imported next to a vLLM of a version.
@@ -308,6 +323,7 @@ def installed(version: str = "0.33.0", ranks: int = 2) -> Iterator[dict[str, Any
 def _modules(version: str, ranks: int) -> dict[str, dict[str, Any]]:
     """Returns the values of vLLM's modules by their names."""
     sharing = SimpleNamespace(world_size=ranks, rank_in_group=0)
+    platform = SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn, is_rocm=lambda: False)
     return {
         "vllm": {"__version__": version},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
@@ -331,7 +347,7 @@ def _modules(version: str, ranks: int) -> dict[str, dict[str, Any]]:
             "QueryLenSupport": QueryLens,
         },
         "vllm.model_executor.layers.attention.sparse_mla_attention": {"SparseMLACommonImpl": LatentImpl},
-        "vllm.platforms": {"current_platform": SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn)},
+        "vllm.platforms": {"current_platform": platform},
         "vllm.v1.attention.backend": {
             "AttentionBackend": Backend,
             "AttentionCGSupport": CGSupport,
@@ -344,4 +360,5 @@ def _modules(version: str, ranks: int) -> dict[str, dict[str, Any]]:
             "EncoderOnlyAttentionSpec": EncoderSpec,
             "KVCacheLayout": SimpleNamespace(LBNHC=0, LBHNC=1),
         },
+        "vllm.v1.spec_decode.llm_base_proposer": {"SpecDecodeBaseProposer": drafters(platform)},
     }

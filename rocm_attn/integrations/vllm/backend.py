@@ -207,7 +207,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
             writer = _writer_of(layer, vllm_config)
             problem = _problem_of(layer, writer, cache, is_open=is_open, has_images=name in seeing)
             terms = layer.impl.terms
-            of_group[name] = GroupLayer(layer, problem, terms.head_weights, terms.stores, writer)
+            of_group[name] = GroupLayer(writer, problem, terms.head_weights, terms.stores)
         self.group: Group
         kinds = {layer.impl.terms.kind for layer in layers.values()}
         if not kinds.isdisjoint(ENCODERS):

@@ -56,16 +56,15 @@ class CachedLayer(Protocol):
 class GroupLayer:
     """A layer of a group.
 
+    layer:   the one that has the cache and its scales: of KV that layers share, the one that stores it
     weights: its head weights. Their values are not there before the first step, and vLLM may change the sinks later
     stores:  whether it has KV of its own
-    writer:  the layer by whose scales the KV is stored; None: itself
     """
 
     layer: CachedLayer
     problem: Problem
     weights: HeadWeights = NO_HEAD_WEIGHTS
     stores: bool = True
-    writer: CachedLayer | None = None
 
 
 class LoadedWeights:
@@ -421,8 +420,8 @@ def _scales(each: GroupLayer) -> tuple[Tensor | None, Tensor | None]:
     """Returns the scales of K and V that vLLM keeps outside of a layer's pages; records have their own."""
     if each.problem.kv_scales is Scales.GROUP:
         return None, None
-    writer = each.writer or each.layer
-    return writer._k_scale, writer._k_scale if each.problem.pool is PoolKind.LATENT else writer._v_scale
+    k_scale = each.layer._k_scale
+    return k_scale, k_scale if each.problem.pool is PoolKind.LATENT else each.layer._v_scale
 
 
 def forget_empty_parts(kv_len: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -142,9 +142,12 @@ def _chunk_walk_kernel(
     kept_decay_head,
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     DK_BLOCK: tl.constexpr = G.DK_BLOCK
+    # Whether a chunk is loaded while the one before ends. By counts for MI300 and MI355 an iteration takes 0.69 to 0.96
+    # of the clocks so; where two programs share a CU 0.72 to 0.87, but GDN's on MI300 1.11 (Qwen3-Next, Kimi-Linear,
+    # Mamba2).
+    AHEAD: tl.constexpr = not on_nvidia()
     BLOCKS: tl.constexpr = (G.DV + COLUMNS - 1) // COLUMNS
     seq = tl.program_id(1)
     head = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -267,9 +270,6 @@ def launch_chunk_walk(args: RecurArgs, *, most_q_len: int) -> None:
         *walked(args, rows, chunk_words, most_q_len),
         G=geometry,
         COLUMNS=columns,
-        # By counts for MI300 and MI355 an iteration takes 0.69 to 0.96 of the clocks so; where two programs share a CU
-        # 0.72 to 0.87, but GDN's on MI300 1.11 (Qwen3-Next, Kimi-Linear, Mamba2).
-        AHEAD=not on_nvidia(),
         num_warps=4 if geometry.DK_BLOCK * columns <= 8192 else 8,
         **options,
     )

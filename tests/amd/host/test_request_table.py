@@ -14,26 +14,23 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 
+WINDOWS = (SpacePages(Space.SWA, 9, "swa_pages", 4),)
 
-def make_table(num_pages: int = 9, page_size: int = 4, max_num_seqs: int = 3, max_kv_len: int = 20) -> RequestTable:
+
+def make_table(
+    num_pages: int = 9,
+    page_size: int = 4,
+    max_num_seqs: int = 3,
+    max_kv_len: int = 20,
+    windows: tuple[SpacePages, ...] = (),
+) -> RequestTable:
     return RequestTable(
         max_num_seqs=max_num_seqs,
         max_kv_len=max_kv_len,
         num_pages=num_pages,
         page_size=page_size,
         device=torch.device("cpu"),
-    )
-
-
-def windowed_table() -> RequestTable:
-    """Returns a table of 3 rows, with pages of 4 tokens in two spaces."""
-    return RequestTable(
-        max_num_seqs=3,
-        max_kv_len=20,
-        num_pages=9,
-        page_size=4,
-        device=torch.device("cpu"),
-        windows=(SpacePages(Space.SWA, 9, "swa_pages", 4),),
+        windows=windows,
     )
 
 
@@ -129,7 +126,7 @@ def test_what_names_no_row_is_not_admitted(row: Any) -> None:
     "rows", [1, np.array(1, np.int32), [[1], [2, 3]], torch.ones(1, dtype=torch.bfloat16)], ids=str
 )
 def test_what_is_no_vector_of_integers_is_refused(rows: Any) -> None:
-    windowed = windowed_table()
+    windowed = make_table(windows=WINDOWS)
     holding(windowed, 8)
     with pytest.raises(BadBatch, match="rows "):
         StepBatch(rows, rows, rows)
@@ -143,7 +140,7 @@ def test_what_is_no_vector_of_integers_is_refused(rows: Any) -> None:
 
 @pytest.mark.parametrize("row", [-1, 0, 2, 4, 2**31 - 1])
 def test_a_row_that_is_not_admitted_is_refused_by_every_call_and_has_no_room(row: int) -> None:
-    table = windowed_table()
+    table = make_table(windows=WINDOWS)
     rows = [holding(table, 8) for _ in range(3)]
     table.free(rows.pop(1))
     calls = table.reserve_all, table.mark_stored, table.evict, table.kept.keep_all, table.kept.states_due

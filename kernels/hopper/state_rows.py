@@ -1,7 +1,9 @@
-"""The workspace of states/chunk_rows.py for chunks of 64 tokens of a delta rule, for Hopper, in Gluon.
+"""The workspace of states/chunk_rows.py for chunks of 64 tokens, for Hopper, in Gluon.
 
 A program has one warp group, so that most products are operands of the next one as they lie in registers. All that it
 loads is on its way before it waits for the first rows. Its loads, products and stores overlap with those of others.
+
+A program of sums has several v heads of a k head, whose products of q and k are the same but for decays and strengths.
 
 If channels decay by themselves, a thread has two channels of a quarter of a chunk: 16 tokens, whose decays it adds up
 by itself; half of the channels at a time, because registers are few. Factors of rows are bfloat16, and so are rows of q
@@ -17,6 +19,7 @@ but in float16: no entry is above 2 as long as no strength is, since decays, key
 no state. Chunks with other strengths are left, too.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +34,14 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurArgs
 from rocm_attn.kernels.states.chunk_rows import launch_chunk_rows
-from rocm_attn.kernels.states.chunk_space import LEFT, STRONGEST, chunk_geometry, rows_of, words_of
+from rocm_attn.kernels.states.chunk_space import (
+    LEFT,
+    STRONGEST,
+    WordsOfChunk,
+    chunk_geometry,
+    rows_of,
+    words_of,
+)
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 
 _BEGINS = gl.constexpr(arguments.BEGINS)
@@ -53,20 +63,28 @@ _COPIED_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 _WORDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # Products with all tokens of a chunk, and with half of them.
 _PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_ROWS = gl.constexpr(gl.SliceLayout(1, _PRODUCTS.value))
 _HALF_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 _OF_PRODUCTS = gl.constexpr(gl.DotOperandLayout(0, _PRODUCTS.value, 2))
+# [heads * 4, 16]: a quarter of the tokens of a head; and [heads, 64].
+_BY_QUARTER = gl.constexpr(gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0]))
+_TOKENS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
 # [4, 16, 16]: a column of a block's inverse.
 _COLUMNS = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
 
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _LINEAR_WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_ALL = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
 _LINEAR_BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+# V heads of a program of sums. TODO
+_MOST_TOGETHER = 8
 
 
 class ChunkRows(NamedTuple):
-    """Addresses of a chunk's first rows, and what brings an address to the next token's row."""
+    """Addresses of a chunk's first rows, and what brings an address to the next token's row.
+
+    decay_head: what brings an address to the next head's decays
+    """
 
     q: Any
     q_token: Any
@@ -74,6 +92,7 @@ class ChunkRows(NamedTuple):
     k_token: Any
     decay: Any
     decay_token: Any
+    decay_head: Any
     beta: Any
     beta_token: Any
 
@@ -101,6 +120,11 @@ def _row_and_column(layout: gl.constexpr):
     row = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, layout))
     return gl.expand_dims(row, 1), gl.expand_dims(column, 0)
+
+
+@gluon.jit
+def _half_of(token):
+    return token & (_CHUNK // 2)
 
 
 @gluon.jit
@@ -164,17 +188,7 @@ def _scale_rows(halves, scale):
 def _scales_of_rows(halves, scale):
     """A scale divided by the norms of rows [64, 128] in shared memory."""
     first, second = halves.index(0).load(_COPIED).to(gl.float32), halves.index(1).load(_COPIED).to(gl.float32)
-    return gl.convert_layout(_scales_of(first, second, scale), gl.SliceLayout(1, _PRODUCTS))
-
-
-@gluon.jit
-def _quarter_and_columns():
-    """The numbers of quarters [4, 1, 1], and of tokens of one: of threads [1, 16, 1], of a thread [1, 1, 16]."""
-    quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, _COLUMNS)))
-    of = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(2, _COLUMNS)))
-    at = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(0, _COLUMNS)))
-    by_quarter = gl.expand_dims(gl.expand_dims(quarter, 1), 2)
-    return by_quarter, gl.expand_dims(gl.expand_dims(of, 0), 2), gl.expand_dims(gl.expand_dims(at, 0), 0)
+    return gl.convert_layout(_scales_of(first, second, scale), _ROWS)
 
 
 @gluon.jit
@@ -189,7 +203,9 @@ def _inverse_of_blocks(a):
     room = gl.allocate_shared_memory(gl.float32, [4, _QUARTER, _QUARTER], _LINEAR_BLOCKS)
     room.store(gl.permute(own, (0, 2, 1)))
     gl.thread_barrier()
-    _, of, at = _quarter_and_columns()
+    of = gl.expand_dims(gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(2, _COLUMNS))), 0)
+    at = gl.expand_dims(gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(0, _COLUMNS))), 0)
+    of, at = gl.expand_dims(of, 2), gl.expand_dims(at, 0)
     x = gl.where(at == of, 1.0, 0.0) + gl.zeros([4, _QUARTER, _QUARTER], gl.float32, layout=_COLUMNS)
     for i in gl.static_range(_QUARTER - 1):
         final = gl.sum(gl.where(at == i, x.to(gl.int32, bitcast=True), 0), 2).to(gl.float32, bitcast=True)
@@ -256,29 +272,53 @@ def _store_solved(products, solver, of_rows, k_rows, to, num_rows):
 
 
 @gluon.jit
-def _strengths(of, num_rows):
+def _new_words(HEADS: gl.constexpr):
+    """Shared memory for a word of each token of heads."""
+    return gl.allocate_shared_memory(gl.float32, [HEADS, _CHUNK], _LINEAR)
+
+
+@gluon.jit
+def _of_head(words, head):
+    """A head's words [64] of those in shared memory."""
+    return words._reinterpret(gl.float32, words.shape, _LINEAR_WORDS).index(head)
+
+
+@gluon.jit
+def _heads_and_tokens(HEADS: gl.constexpr):
+    """The numbers of a program's heads [HEADS, 1] and of a chunk's tokens [1, 64]."""
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _TOKENS))
+    token = gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, _TOKENS))
+    return gl.expand_dims(head, 1), gl.expand_dims(token, 0)
+
+
+@gluon.jit
+def _strengths(of, num_rows, HEADS: gl.constexpr):
     """Shared memory with the tokens' strengths. They are there after the next barrier."""
-    token = gl.arange(0, _CHUNK, layout=_WORDS)
-    strengths = gl.allocate_shared_memory(gl.float32, [_CHUNK], _LINEAR_WORDS)
-    strengths.store(gl.load(of.beta + token * of.beta_token, mask=token < num_rows, other=0.0))
+    head, token = _heads_and_tokens(HEADS)
+    strengths = _new_words(HEADS)
+    strengths.store(gl.load(of.beta + (token * of.beta_token + head), mask=token + head * 0 < num_rows, other=0.0))
     return strengths
 
 
 @gluon.jit
-def _leave_if(is_left, strengths, words):
-    """Leaves the chunk to the other kernel if any of is_left is true, or if a token's strength is not in [0, 2].
+def _leave_if(is_left, decay_words):
+    """Leaves chunks to the other kernel where is_left is true. Decays were stored before the last barrier.
 
-    Such a token may enlarge a state by more than its v. A barrier lies between this and other stores of the words.
+    decay_words: addresses of the chunks' first words of decays, one or [HEADS, 1]
     """
-    grows = gl.abs(strengths.load(_WORDS) - 1.0) > 1.0
-    gl.store(words.decay + grows.to(gl.int32) * 0, LEFT, mask=grows)
-    gl.store(words.decay + is_left.to(gl.int32) * 0, LEFT, mask=is_left)
+    gl.store(decay_words + is_left.to(gl.int32) * 0, LEFT, mask=is_left)
+
+
+@gluon.jit
+def _leave_if_strong(strengths, decay_word):
+    """Leaves a chunk whose strengths are not in [0, 2]: such a token may enlarge a state by more than its v."""
+    _leave_if(gl.abs(strengths.load(_WORDS) - 1.0) > 1.0, decay_word)
 
 
 @gluon.jit
 def _of_rows(words):
     """Words in shared memory for rows of products, [64, 1]."""
-    return gl.expand_dims(words.load(gl.SliceLayout(1, _PRODUCTS)), 1)
+    return gl.expand_dims(words.load(_ROWS), 1)
 
 
 @gluon.jit
@@ -311,7 +351,7 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
     _copy(of.decay, of.decay_token, num_rows, decays, _COPIED_WORDS)
     _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
     _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
-    strengths = _strengths(of, num_rows)
+    strengths = _strengths(of, num_rows, 1)
     async_copy.wait_group(0)
     gl.thread_barrier()
     _scale_rows(k_rows, 1.0)
@@ -379,34 +419,66 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
     row, column = _row_and_column(_PRODUCTS)
     products = _new_room(gl.bfloat16)
     products.store(gl.where(row >= column, _halves(p, p_later), 0.0).to(gl.bfloat16))
-    a = gl.where(row > column, _halves(a, a_later) * _of_rows(strengths), 0.0)
-    solver = _inverse(a, row, column) * _of_columns(strengths)
+    beta = _of_head(strengths, 0)
+    a = gl.where(row > column, _halves(a, a_later) * _of_rows(beta), 0.0)
+    solver = _inverse(a, row, column) * _of_columns(beta)
     _store_solved(products, solver, 1.0, k_rows, to, num_rows)
-    _leave_if(least < -_MOST_DECAY, strengths, words)
+    _leave_if(least < -_MOST_DECAY, words.decay)
+    _leave_if_strong(beta, words.decay)
 
 
 class HeadDecays(NamedTuple):
-    """Sums of decays in shared memory: of a token's quarter until the token, after it, and of the quarters."""
+    """Sums of logarithms of decays to base 2, for each token of heads.
 
-    begun: Any
-    left: Any
-    sums: Any
+    since_middle: from the middle of the token's half of the chunk; before it, the negative sum until there
+    pair:         from the middle of the chunk until the token, or from the token until there
+    since:        from where the chunk begins until the token, that one included
+    until:        from after the token until the chunk ends
+    """
+
+    since_middle: Any
+    pair: Any
+    since: Any
+    until: Any
 
 
 @gluon.jit
-def _new_decays(of_decay, num_rows):
-    """Adds up a head's decays. They are there after the next barrier."""
-    quarter, of, at = _quarter_and_columns()
-    token = quarter * _QUARTER + at
-    decay = gl.load(of_decay.decay + token * of_decay.decay_token, mask=token < num_rows, other=0.0)
+def _add_decays(of, num_rows, HEADS: gl.constexpr):
+    """Shared memory with sums of decays, from where a token's quarter begins. They are there after the next barrier."""
+    number = gl.expand_dims(gl.arange(0, 4 * HEADS, layout=gl.SliceLayout(1, _BY_QUARTER)), 1)
+    token = number % 4 * _QUARTER + gl.expand_dims(gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, _BY_QUARTER)), 0)
+    decay_at = of.decay + ((number // 4).to(gl.int64) * of.decay_head + token * of.decay_token)
+    decay = gl.load(decay_at, mask=token < num_rows, other=0.0)
     decay = gl.where(decay < STRONGEST, STRONGEST, decay) * LOG2_E
-    begun = gl.allocate_shared_memory(gl.float32, [_CHUNK], _LINEAR_WORDS)
-    left = gl.allocate_shared_memory(gl.float32, [_CHUNK], _LINEAR_WORDS)
-    sums = gl.allocate_shared_memory(gl.float32, [4], _LINEAR_WORDS)
-    begun.store(gl.reshape(gl.sum(gl.where(at <= of, decay, 0.0), 2), [_CHUNK]))
-    left.store(gl.reshape(gl.sum(gl.where(at > of, decay, 0.0), 2), [_CHUNK]))
-    sums.store(gl.reshape(gl.sum(decay, 2), [4]))
-    return HeadDecays(begun, left, sums)
+    sums = _new_words(HEADS)
+    sums.store(gl.reshape(gl.associative_scan(decay, 1, _add), [HEADS, _CHUNK]))
+    return sums
+
+
+@gluon.jit
+def _decays_of(begun, sum_0, sum_1, sum_2, sum_3, token):
+    """Sums of decays of tokens. begun: from where their quarters begin; sum_0 to sum_3: those of quarters"""
+    quarter = token // _QUARTER
+    # A quarter's sums are short: differences have digits enough.
+    left = gl.where(quarter < 2, gl.where(quarter == 0, sum_0, sum_1), gl.where(quarter == 2, sum_2, sum_3)) - begun
+    in_first = left + gl.where(quarter == 0, sum_1, 0.0)
+    in_second = begun + gl.where(quarter == 3, sum_2, 0.0)
+    earlier = gl.where(quarter == 0, 0.0, sum_0) + gl.where(quarter == 3, sum_1 + sum_2, 0.0)
+    later = gl.where(quarter == 3, 0.0, sum_3) + gl.where(quarter == 0, sum_1 + sum_2, 0.0)
+    return HeadDecays(
+        gl.where(quarter % 2 == 0, -left, begun),
+        gl.where(quarter < 2, in_first, in_second),
+        begun + (earlier + gl.where(quarter == 2, sum_1, 0.0)),
+        left + (later + gl.where(quarter == 1, sum_2, 0.0)),
+    )
+
+
+@gluon.jit
+def _store_factors(words, of_q, of_k):
+    """Writes factors [64] of a chunk's rows."""
+    number = gl.arange(0, _CHUNK, layout=_ROWS)
+    gl.store(words.of_q + number, of_q)
+    gl.store(words.of_k + number, of_k)
 
 
 @gluon.jit
@@ -418,6 +490,7 @@ def _with_keys(rows, k_rows):
         products = warpgroup_mma(rows.index(half), earlier, products, use_acc=half == 1, is_async=True)
     products = warpgroup_mma_wait(0, (products,))
     rows._keep_alive()
+    k_rows._keep_alive()
     return products
 
 
@@ -427,42 +500,82 @@ def _rows_by_head(of, to, words, num_rows, G: gl.constexpr):
     k_rows, q_rows = _new_halves(), _new_halves()
     _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
     _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
-    strengths = _strengths(of, num_rows)
-    decays = _new_decays(of, num_rows)
+    strengths = _strengths(of, num_rows, 1)
+    sums = _of_head(_add_decays(of, num_rows, 1), 0)
     async_copy.wait_group(0)
     fence_async_shared()
     gl.thread_barrier()
-    in_rows: gl.constexpr = gl.SliceLayout(1, _PRODUCTS)
-    number = gl.arange(0, _CHUNK, layout=in_rows)
-    quarter = number // _QUARTER
-    begun, left = decays.begun.load(in_rows), decays.left.load(in_rows)
-    sum_0, sum_1 = decays.sums.slice(0, 1).load(in_rows), decays.sums.slice(1, 1).load(in_rows)
-    sum_2, sum_3 = decays.sums.slice(2, 1).load(in_rows), decays.sums.slice(3, 1).load(in_rows)
-    since_middle = gl.where(quarter % 2 == 0, -left, begun)
-    in_first, in_second = left + gl.where(quarter == 0, sum_1, 0.0), begun + gl.where(quarter == 3, sum_2, 0.0)
-    in_pair = gl.exp2(gl.where(quarter < 2, in_first, in_second))
-    earlier = gl.where(quarter == 0, 0.0, sum_0) + gl.where(quarter == 3, sum_1 + sum_2, 0.0)
-    since = gl.exp2(begun + (earlier + gl.where(quarter == 2, sum_1, 0.0)))
-    later = gl.where(quarter == 3, 0.0, sum_3) + gl.where(quarter == 0, sum_1 + sum_2, 0.0)
-    until = gl.exp2(left + (later + gl.where(quarter == 1, sum_2, 0.0)))
+    sum_0, sum_1 = sums.slice(15, 1).load(_ROWS), sums.slice(31, 1).load(_ROWS)
+    sum_2, sum_3 = sums.slice(47, 1).load(_ROWS), sums.slice(63, 1).load(_ROWS)
+    decays = _decays_of(sums.load(_ROWS), sum_0, sum_1, sum_2, sum_3, gl.arange(0, _CHUNK, layout=_ROWS))
+    since, until, pair = gl.exp2(decays.since), gl.exp2(decays.until), gl.exp2(decays.pair)
     of_k, of_q = _scales_of_rows(k_rows, 1.0), _scales_of_rows(q_rows, G.RULE.scale)
-    gl.store(words.of_q + number, since * of_q)
-    gl.store(words.of_k + number, since * of_k)
-    word = gl.arange(0, _DIM, layout=_WORDS)
-    total = gl.exp2(gl.sum(decays.sums.load(gl.SliceLayout(0, _ALL)), 0))
-    gl.store(words.decay + word, total)
+    _store_factors(words, since * of_q, since * of_k)
+    gl.store(words.decay + gl.arange(0, 1, layout=_ROWS), gl.exp2(sum_0 + sum_1 + sum_2 + sum_3))
     row, column = _row_and_column(_PRODUCTS)
-    near = gl.expand_dims(gl.exp2(since_middle), 1) * _as_columns(gl.exp2(-since_middle) * of_k)
-    between = gl.where((row ^ column) < _CHUNK // 2, near, gl.expand_dims(in_pair, 1) * _as_columns(in_pair * of_k))
+    near = gl.expand_dims(gl.exp2(decays.since_middle), 1) * _as_columns(gl.exp2(-decays.since_middle) * of_k)
+    pair = gl.expand_dims(pair, 1) * _as_columns(pair * of_k)
+    between = gl.where(_half_of(row) == _half_of(column), near, pair)
     # One after the other: registers are few.
     products = _new_room(gl.bfloat16)
     p = _with_keys(q_rows, k_rows) * gl.expand_dims(of_q, 1)
     products.store(gl.where(row >= column, p * between, 0.0).to(gl.bfloat16))
-    a = _with_keys(k_rows, k_rows) * (_of_rows(strengths) * gl.expand_dims(of_k, 1))
+    beta = _of_head(strengths, 0)
+    a = _with_keys(k_rows, k_rows) * (_of_rows(beta) * gl.expand_dims(of_k, 1))
     a = gl.where(row > column, a * between, 0.0)
-    solver = _inverse(a, row, column) * _of_columns(strengths)
+    solver = _inverse(a, row, column) * _of_columns(beta)
     _store_solved(products, solver, gl.expand_dims(until * of_k, 1), k_rows, to, num_rows)
-    _leave_if(gl.abs(since_middle) > _MOST_DECAY, strengths, words)
+    _leave_if(gl.abs(decays.since_middle) > _MOST_DECAY, words.decay)
+    _leave_if_strong(beta, words.decay)
+
+
+class HeadFactors(NamedTuple):
+    """Powers of HeadDecays in shared memory, [HEADS, 64] each. far: 1 / near"""
+
+    near: Any
+    far: Any
+    pair: Any
+    since: Any
+    until: Any
+
+
+@gluon.jit
+def _rows_of_sums(of, to, words, num_rows, HEADS: gl.constexpr, G: gl.constexpr):
+    """Writes a chunk's values of a k head's v heads for sums; of: those of the first one."""
+    k_rows, q_rows = _new_halves(), _new_halves()
+    _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
+    _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
+    strengths = _strengths(of, num_rows, HEADS)
+    sums = _add_decays(of, num_rows, HEADS)
+    gl.thread_barrier()
+    head, token = _heads_and_tokens(HEADS)
+    sum_0, sum_1 = sums.slice(15, 1, 1).load(_TOKENS), sums.slice(31, 1, 1).load(_TOKENS)
+    sum_2, sum_3 = sums.slice(47, 1, 1).load(_TOKENS), sums.slice(63, 1, 1).load(_TOKENS)
+    decays = _decays_of(sums.load(_TOKENS), sum_0, sum_1, sum_2, sum_3, token)
+    factors = HeadFactors(_new_words(HEADS), _new_words(HEADS), _new_words(HEADS), _new_words(HEADS), _new_words(HEADS))
+    factors.near.store(gl.exp2(decays.since_middle))
+    factors.far.store(gl.exp2(-decays.since_middle))
+    factors.pair.store(gl.exp2(decays.pair))
+    factors.since.store(gl.exp2(decays.since))
+    factors.until.store(gl.exp2(decays.until))
+    decay_words = words.decay + head * G.WORDS
+    gl.store(decay_words, gl.exp2(sum_0 + sum_1 + sum_2 + sum_3))
+    async_copy.wait_group(0)
+    fence_async_shared()
+    gl.thread_barrier()
+    _leave_if(gl.abs(decays.since_middle) > _MOST_DECAY, decay_words)
+    p = _with_keys(q_rows, k_rows) * G.RULE.scale
+    row, column = _row_and_column(_PRODUCTS)
+    for i in range(HEADS):
+        beta, pair, since = _of_head(strengths, i), _of_head(factors.pair, i), _of_head(factors.since, i)
+        near, far = _of_rows(_of_head(factors.near, i)), _of_columns(_of_head(factors.far, i))
+        between = gl.where(_half_of(row) == _half_of(column), near * far, _of_rows(pair) * _of_columns(pair))
+        products = gl.where(row >= column, p * (between * _of_columns(beta)), 0.0)
+        products = gl.convert_layout(products.to(gl.bfloat16), _COPIED)
+        _store(to.products + i * G.ROW, to.row, num_rows, products, _COPIED)
+        of_head = WordsOfChunk(words.decay, words.of_q + i * G.WORDS, words.of_k + i * G.WORDS)
+        until = _of_head(factors.until, i).load(_ROWS) * beta.load(_ROWS)
+        _store_factors(of_head, since.load(_ROWS) * G.RULE.scale, until)
 
 
 class WrittenRows(NamedTuple):
@@ -495,9 +608,10 @@ def _hopper_chunk_rows_kernel(
     decay_head,
     beta_token,
     G: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):
     place = gl.program_id(1)
-    head = gl.program_id(0).to(gl.int64)
+    head = gl.program_id(0).to(gl.int64) * TOGETHER
     tile = tile_at(place, q_indptr, num_seqs, _CHUNK, False)
     slot = gl.load(source + tile.seq)
     num_rows = gl.minimum(tile.q_len - tile.begin, _CHUNK)
@@ -511,6 +625,7 @@ def _hopper_chunk_rows_kernel(
             k_token,
             decay + (first * decay_token + head * decay_head),
             decay_token,
+            decay_head,
             beta + (first * beta_token + head),
             beta_token,
         )
@@ -519,15 +634,17 @@ def _hopper_chunk_rows_kernel(
         words = words_of(chunk_words, place, head, G)
         if G.CHANNELS:
             _rows_by_channel(of, to, words, num_rows, G)
-        else:
+        elif G.RULE.corrects:
             _rows_by_head(of, to, words, num_rows, G)
+        else:
+            _rows_of_sums(of, to, words, num_rows, TOGETHER, G)
 
 
 def _takes(args: RecurArgs) -> bool:
     """True if the kernel computes such a layer, and its copies of 16 bytes begin where they must."""
     tokens, recurrence, slots, _, workspace = args
-    of_layer = recurrence.corrects and recurrence.normalises and tokens.k.dtype == torch.bfloat16
-    dims = slots.state.shape[2] == _DIM.value
+    of_layer = recurrence.normalises if recurrence.corrects else not (recurrence.normalises or slots.has_channels)
+    dims = slots.state.shape[2] == _DIM.value and tokens.k.dtype == torch.bfloat16
     copied = (tokens.q, tokens.k, *(tokens.decay,) * slots.has_channels)
     return of_layer and dims and workspace.data_ptr() % 16 == 0 and begin_at_16(*copied)
 
@@ -539,9 +656,10 @@ def launch_hopper_chunk_rows(args: RecurArgs, *, most_q_len: int) -> None:
         return
     tokens, places, num_heads = args.tokens, args.places, args.slots.state.shape[1]
     geometry, rows, chunk_words = chunk_geometry(args)
+    together = 1 if args.rule.corrects else math.gcd(geometry.RATIO, _MOST_TOGETHER)
     launch(
         _hopper_chunk_rows_kernel,
-        (num_heads, num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK)),
+        (num_heads // together, num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK)),
         tokens.q,
         tokens.k,
         tokens.decay,
@@ -557,6 +675,7 @@ def launch_hopper_chunk_rows(args: RecurArgs, *, most_q_len: int) -> None:
         *tokens.decay.stride()[:2],
         tokens.beta.stride(0),
         G=geometry,
+        TOGETHER=together,
         num_warps=4,
         # Two programs run on a multiprocessor if channels decay by themselves, and else four.
         maxnreg=255 if args.slots.has_channels else 128,

@@ -115,7 +115,7 @@ def _load(rows, rooms, q_len, G: gl.constexpr):
     of_write = _offsets(rows.write_token, _COPIED_WIDE, _DIM)
     row_of_wide = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _COPIED_WIDE)), 1)
     row_of_narrow = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _COPIED)), 1)
-    word = gl.arange(0, G.WORDS, layout=_WORDS)
+    word = gl.arange(0, rooms.words.shape[1], layout=_WORDS)
     for chunk in range(gl.cdiv(q_len, _CHUNK)):
         stage = chunk % _STAGES
         left = q_len - chunk * _CHUNK
@@ -135,7 +135,7 @@ def _load(rows, rooms, q_len, G: gl.constexpr):
         write = rows.write + first * rows.write_token + of_write
         async_copy.async_copy_global_to_shared(rooms.write.index(stage), write, mask=in_wide)
         words = rows.words + first // _CHUNK * (G.HEADS * G.WORDS) + word
-        async_copy.async_copy_global_to_shared(rooms.words.index(stage), words)
+        async_copy.async_copy_global_to_shared(rooms.words.index(stage), words, mask=word < G.WORDS)
         async_copy.mbarrier_arrive(rooms.full.index(stage), increment_count=False)
     # No thread ends before its copies do.
     async_copy.commit_group()
@@ -198,11 +198,11 @@ def _values_and_words(rooms, chunk, G: gl.constexpr):
     mbarrier.wait(rooms.full.index(stage), (chunk // _STAGES) & 1)
     values = rooms.v.index(stage).permute((1, 0)).load(_RESULTS)
     words = rooms.words.index(stage)
-    decay = _words(words, 0, _DIM if G.CHANNELS else 1, _STATES)
+    decay = _words(words, 0 if G.CHANNELS else 2 * _CHUNK, _DIM if G.CHANNELS else 1, _STATES)
     of_q, of_k = decay, decay
     if not G.CHANNELS:
-        of_q = _words(words, _DIM, _CHUNK, _RESULTS)
-        of_k = _words(words, _DIM + _CHUNK, _CHUNK, _RESULTS)
+        of_q = _words(words, 0, _CHUNK, _RESULTS)
+        of_k = _words(words, _CHUNK, _CHUNK, _RESULTS)
     return values, decay, of_q, of_k
 
 
@@ -313,7 +313,7 @@ def _hopper_chunk_walk_kernel(
         q_len = 0
     first = first_token.to(gl.int64)
     of = rows_of(rows, first, head, G)
-    words = words_of(chunk_words, first_token // _CHUNK + seq, head, G).decay
+    words = words_of(chunk_words, first_token // _CHUNK + seq, head, G).of_q
     ROW: gl.constexpr = G.HEADS * G.ROW
     predict, predict_token = of.predict, ROW
     read, read_token = of.read, ROW
@@ -352,7 +352,7 @@ def _hopper_chunk_walk_kernel(
         _new_rooms(DTYPE, _STAGES, _CHUNK, _DIM),
         _new_rooms(DTYPE, _STAGES, _CHUNK, _DIM),
         _new_rooms(DTYPE, _STAGES, _CHUNK, _DIM),
-        gl.allocate_shared_memory(gl.float32, [_STAGES, G.WORDS], _PLAIN),
+        gl.allocate_shared_memory(gl.float32, [_STAGES, _DIM if G.CHANNELS else 2 * _DIM], _PLAIN),
         full,
         free,
     )

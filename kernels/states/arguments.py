@@ -189,7 +189,7 @@ class RecurrentSlots:
     @property
     def chunk_words(self) -> int:
         """The float32 words that a chunk has of each v head, next to its rows: chunk_space.py."""
-        return self.k.shape[3] + (0 if self.has_channels else 2 * CHUNK)
+        return self.k.shape[3] if self.has_channels else 2 * CHUNK + 1
 
     @property
     def row_elements(self) -> int:

@@ -229,8 +229,7 @@ def _chunk_rows_kernel(
                     nexts = tl.load(decay_at + decay_token, mask=row < num_rows - 1, other=0.0)
                     since_first = tl.exp(tl.cumsum(decays, 0))
                     until_last = tl.exp(tl.cumsum(nexts, 0, reverse=True))
-                    channels = tl.arange(0, G.DK_BLOCK)
-                    tl.store(words.decay + channels, tl.exp(tl.sum(decays, 0)), mask=channels < G.DK)
+                    tl.store(words.decay, tl.exp(tl.sum(decays, 0)))
                     # Every chunk has words for all of its rows: those of rows that are not there are finite.
                     tl.store(words.of_q + row, since_first * of_q * G.RULE.scale)
                     of_rows = since_first if G.RULE.corrects else until_last * strength
@@ -265,7 +264,7 @@ def launch_chunk_rows(args: RecurArgs, *, most_q_len: int, only_left: bool = Fal
 
     It also clears rows of out: those of such sequences that are left out, and those that belong to no sequence.
 
-    only_left: whether the workspace is written already, but for chunks whose words begin with chunk_space.LEFT
+    only_left: whether the workspace is written already, but for chunks whose decay is chunk_space.LEFT
     """
     tokens, places, num_heads = args.tokens, args.places, args.slots.state.shape[1]
     programs = triton.cdiv(num_heads, _HEADS_LOOKED_AT.value) if only_left else num_heads

@@ -2,8 +2,8 @@
 
 A row has a chunk's products [CHUNK] and write [dk], as chunk_rows.py calls them, and with decays of channels also read
 and predict [dk each], of the dtype of tokens. The float32 words of chunks follow after all rows: a decay of each
-channel and, if all channels decay as one, the factors of rows of q and of k [CHUNK each]. A chunk has the number of its
-place (token_tiles.py).
+channel or, if all channels decay as one, the factors of rows of q and of k [CHUNK each], and a decay. A chunk has the
+number of its place (token_tiles.py).
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ _CHUNK = tl.constexpr(arguments.CHUNK)
 _BYTES_OF_A_PART = 128
 # The strongest decay that counts, a natural logarithm: exp(-104) is 0 in float32 already.
 STRONGEST = tl.constexpr(-128.0)
-# The first word of a chunk that a kernel has left to chunk_rows.py. Decays are positive.
+# The first decay of a chunk that a kernel has left to chunk_rows.py. Decays are positive.
 LEFT = tl.constexpr(-1.0)
 
 
@@ -79,8 +79,8 @@ def close(dtype: tl.dtype) -> str:
 class WordsOfChunk(NamedTuple):
     """The parts of a chunk's words: addresses of their first ones.
 
-    decay: one of each channel
-    of_q:  factors of rows of q, which make them rows of read, if all channels decay as one
+    decay: one of each channel, or one
+    of_q:  factors of rows of q, which make them rows of read, if all channels decay as one; else the first word
     of_k:  factors of rows of k then, which make them rows of predict, or for sums of write
     """
 
@@ -146,5 +146,5 @@ def rows_of(rows, token, head, G: tl.constexpr):
 @triton.jit
 def words_of(chunk_words, place, head, G: tl.constexpr):
     """The words of a chunk and a v head."""
-    decay = chunk_words + (tl.cast(place, tl.int64) * G.HEADS + head) * G.WORDS
-    return WordsOfChunk(decay, decay + G.DK, decay + (G.DK + _CHUNK))
+    first = chunk_words + (tl.cast(place, tl.int64) * G.HEADS + head) * G.WORDS
+    return WordsOfChunk(first if G.CHANNELS else first + 2 * _CHUNK, first, first + _CHUNK)

@@ -3,10 +3,10 @@
     python -m rocm_lab.benchmarks.recurrent --flashkda _flashkda_C.abi3.so \
         --out rocm_lab/benchmarks/results/recurrent_h200.json
 
-Layers are gated delta nets of Qwen3-Next's geometry and Kimi delta attention of Kimi-Linear's on one rank, in bfloat16
-with states in float32. The lower bound of decode and verify is a copy of the states of all sequences, in a graph too.
-The first one runs where it is installed. vLLM's wheel has FlashKDA's library, whose kernel computes decays and
-strengths from a model's values itself.
+Layers are gated delta nets of Qwen3-Next's geometry, Kimi delta attention of Kimi-Linear's and sums of Nemotron-H's, on
+one rank each, in bfloat16 with states in float32. The lower bound of decode and verify is a copy of the states of all
+sequences, in a graph too. The first peer runs where it is installed. vLLM's wheel has FlashKDA's library, whose kernel
+computes decays and strengths from a model's values itself.
 Exits with 1, after writing the file, if a result is wrong.
 """
 
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -26,6 +27,7 @@ from rocm_attn.kernels.states.arguments import (
     RecurArgs,
     RecurrentTokens,
     StatePlaces,
+    Update,
 )
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.paging.state_pool import RecurrentLayers, StatePool
@@ -44,6 +46,7 @@ _MOST_JUDGED = 8192
 _LAYERS = {
     "gated delta net": Recurrence(32, 16, 128, 128, torch.bfloat16, normalises=True),
     "Kimi delta attention": Recurrence(32, 32, 128, 128, torch.bfloat16, channel_decay=True, normalises=True),
+    "Mamba2": Recurrence(128, 8, 128, 64, torch.bfloat16, Update.SUM, scale=1.0),
 }
 
 
@@ -144,13 +147,15 @@ def flashkda(case: StateCase, made: StateTensors) -> Callable[[], Tensor]:
 
 def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
     """The same work by flash-linear-attention; None if it is not installed, or has no such work."""
+    tokens, layer = made.args.tokens, _LAYERS[case.layer]
+    corrects = layer.update is Update.DELTA
+    name = ("kda" if layer.channel_decay else "gated_delta_rule") if corrects else "simple_gla"
     try:
-        from fla.ops import gated_delta_rule, kda  # type: ignore[import-not-found]
+        ops = import_module(f"fla.ops.{name}")
     except ImportError:
         return None
     if case.work == "verify":
         return None
-    tokens, layer = made.args.tokens, _LAYERS[case.layer]
     ratio = layer.num_heads // layer.num_k_heads
     shape = (1, -1) if case.work == "prompt" else (case.num_seqs, 1)
     if case.work == "prompt" and case.num_seqs > 1:
@@ -160,16 +165,16 @@ def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
         "k": tokens.k.repeat_interleave(ratio, 1),
         "v": tokens.v,
         "g": tokens.decay,
-        "beta": tokens.beta.to(torch.bfloat16),
     }
+    options = {"scale": layer.scale, "output_final_state": True}
+    if corrects:
+        given["beta"] = tokens.beta.to(torch.bfloat16)
+        options["use_qk_l2norm_in_kernel"] = True
     given = {name: tensor.contiguous().view(*shape, *tensor.shape[1:]) for name, tensor in given.items()}
-    options = {"scale": layer.scale, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     if case.work == "prompt":
-        in_chunks = kda.chunk_kda if layer.channel_decay else gated_delta_rule.chunk_gated_delta_rule
-        return partial(in_chunks, **given, **options)
+        return partial(getattr(ops, f"chunk_{name}"), **given, **options)
     initial = made.args.slots.state[made.args.places.source.long()].contiguous()
-    by_token = kda.fused_recurrent_kda if layer.channel_decay else gated_delta_rule.fused_recurrent_gated_delta_rule
-    return partial(by_token, **given, **options, initial_state=initial)
+    return partial(getattr(ops, f"fused_recurrent_{name}"), **given, **options, initial_state=initial)
 
 
 def rows_of(case: StateCase, *, with_flashkda: bool) -> Iterator[Row]:

@@ -21,6 +21,7 @@ pytestmark = OF_HOPPERS_KERNELS
 
 CHANNELS = Recurrence(2, 2, 128, 128, torch.bfloat16, channel_decay=True, scale=0.3, normalises=True)
 DELTA = Recurrence(4, 2, 128, 128, torch.bfloat16, scale=0.3, normalises=True)
+SUMS = Recurrence(4, 1, 128, 64, torch.bfloat16, Update.SUM, scale=0.3)
 LAYERS = {
     "channels": CHANNELS,
     "not_normalised": replace(CHANNELS, normalises=False),
@@ -29,7 +30,10 @@ LAYERS = {
     "delta": DELTA,
     "wider_values": replace(DELTA, v_dim=192),
     "float16": replace(DELTA, dtype=torch.float16),
-    "sums": Recurrence(4, 1, 128, 64, torch.bfloat16, Update.SUM, scale=0.3),
+    "sums": SUMS,
+    "sums_of_more_heads": replace(SUMS, num_heads=32, num_k_heads=2),
+    "sums_of_one_head": replace(SUMS, num_heads=3, num_k_heads=3, v_dim=128),
+    "normalised_sums": replace(SUMS, normalises=True),
 }
 MOST_KEPT = 3
 # Prompts of several chunks, of one, and cut at a chunk's end; one goes on from kept tokens; pads and refused sequences.
@@ -66,7 +70,7 @@ def test_outputs_and_states_equal_the_recurrence(name: str, kernel_device: torch
     run = run_of(layer, drawn(layer, 4), kernel_device)
     outs = list[torch.Tensor]()
     names = launched(lambda: outs.extend(steps_of(run, *STORY)))
-    has_rows = layer.normalises and layer.dtype == torch.bfloat16
+    has_rows = layer.normalises == (layer.update is Update.DELTA) and layer.dtype == torch.bfloat16
     assert names == (BOTH if has_rows else WALK)
     assert_states(run, outs)
 
@@ -81,10 +85,10 @@ def test_rows_that_copies_may_not_begin_at_are_left_to_other_kernels(
     assert_states(run, outs)
 
 
-both = pytest.mark.parametrize("layer", [CHANNELS, DELTA], ids=["channels", "delta"])
+each = pytest.mark.parametrize("layer", [CHANNELS, DELTA, SUMS], ids=["channels", "delta", "sums"])
 
 
-@both
+@each
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3])
 def test_chunks_with_too_strong_decays_are_left_to_the_plain_kernel(
     layer: Recurrence, share: float, kernel_device: torch.device
@@ -99,7 +103,7 @@ def test_chunks_with_too_strong_decays_are_left_to_the_plain_kernel(
     assert_states(run, steps_of(run, (New(0, 260),)))
 
 
-@both
+@each
 def test_decays_just_below_the_limit_lose_no_digits(layer: Recurrence, kernel_device: torch.device) -> None:
     """A quarter of a chunk decays by 2^-115.4, as sixteen tokens that decay by exp(-5) do, the next one hardly."""
     (tokens,) = drawn(layer, 1)
@@ -111,7 +115,7 @@ def test_decays_just_below_the_limit_lose_no_digits(layer: Recurrence, kernel_de
     assert_states(run, steps_of(run, (New(0, 260),)))
 
 
-@both
+@pytest.mark.parametrize("layer", [CHANNELS, DELTA], ids=["channels", "delta"])
 def test_strengths_beyond_two_are_left_to_the_plain_kernel(layer: Recurrence, kernel_device: torch.device) -> None:
     """Up to there no entry of the inverse is above 2, which float16 has; beyond, states grow without a bound."""
     (tokens,) = drawn(layer, 1)

@@ -66,10 +66,10 @@ _PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
 _ROWS = gl.constexpr(gl.SliceLayout(1, _PRODUCTS.value))
 _HALF_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 _OF_PRODUCTS = gl.constexpr(gl.DotOperandLayout(0, _PRODUCTS.value, 2))
-# [heads * 4, 16]: a quarter of the tokens of a head; and [heads, 64].
+# [heads * 4, 16]: a quarter of a head's tokens; and [heads, 64].
 _BY_QUARTER = gl.constexpr(gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0]))
 _TOKENS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
-# [4, 16, 16]: a column of a block's inverse.
+# [4, 16, 16]: a quarter's tokens for each of them; a column of a block's inverse.
 _COLUMNS = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
 
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
@@ -192,6 +192,16 @@ def _scales_of_rows(halves, scale):
 
 
 @gluon.jit
+def _quarters_and_tokens():
+    """The numbers of quarters [4, 1, 1], and of tokens of one: of threads [1, 16, 1], of a thread [1, 1, 16]."""
+    quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, _COLUMNS)))
+    of = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(2, _COLUMNS)))
+    at = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(0, _COLUMNS)))
+    by_quarter = gl.expand_dims(gl.expand_dims(quarter, 1), 2)
+    return by_quarter, gl.expand_dims(gl.expand_dims(of, 0), 2), gl.expand_dims(gl.expand_dims(at, 0), 0)
+
+
+@gluon.jit
 def _inverse_of_blocks(a):
     """The inverse [64, 64] of 1 + A within blocks of 16, by columns: a row is final before it changes later ones."""
     blocks = gl.reshape(a, [_CHUNK, 4, _QUARTER])
@@ -203,9 +213,7 @@ def _inverse_of_blocks(a):
     room = gl.allocate_shared_memory(gl.float32, [4, _QUARTER, _QUARTER], _LINEAR_BLOCKS)
     room.store(gl.permute(own, (0, 2, 1)))
     gl.thread_barrier()
-    of = gl.expand_dims(gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(2, _COLUMNS))), 0)
-    at = gl.expand_dims(gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, gl.SliceLayout(0, _COLUMNS))), 0)
-    of, at = gl.expand_dims(of, 2), gl.expand_dims(at, 0)
+    _, of, at = _quarters_and_tokens()
     x = gl.where(at == of, 1.0, 0.0) + gl.zeros([4, _QUARTER, _QUARTER], gl.float32, layout=_COLUMNS)
     for i in gl.static_range(_QUARTER - 1):
         final = gl.sum(gl.where(at == i, x.to(gl.int32, bitcast=True), 0), 2).to(gl.float32, bitcast=True)
@@ -442,25 +450,51 @@ class HeadDecays(NamedTuple):
     until: Any
 
 
+class AddedDecays(NamedTuple):
+    """Sums of decays in shared memory: of a token's quarter until the token, after it [HEADS, 64], of quarters."""
+
+    begun: Any
+    left: Any
+    sums: Any
+
+
+@gluon.jit
+def _decays_at(of, quarter, at, num_rows):
+    """Logarithms of decays to base 2, of heads that follow each other. quarter: a number of those of all heads"""
+    token = quarter % 4 * _QUARTER + at
+    decay_at = of.decay + ((quarter // 4).to(gl.int64) * of.decay_head + token * of.decay_token)
+    decay = gl.load(decay_at, mask=token < num_rows, other=0.0)
+    return gl.where(decay < STRONGEST, STRONGEST, decay) * LOG2_E
+
+
 @gluon.jit
 def _add_decays(of, num_rows, HEADS: gl.constexpr):
-    """Shared memory with sums of decays, from where a token's quarter begins. They are there after the next barrier."""
-    number = gl.expand_dims(gl.arange(0, 4 * HEADS, layout=gl.SliceLayout(1, _BY_QUARTER)), 1)
-    token = number % 4 * _QUARTER + gl.expand_dims(gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, _BY_QUARTER)), 0)
-    decay_at = of.decay + ((number // 4).to(gl.int64) * of.decay_head + token * of.decay_token)
-    decay = gl.load(decay_at, mask=token < num_rows, other=0.0)
-    decay = gl.where(decay < STRONGEST, STRONGEST, decay) * LOG2_E
-    sums = _new_words(HEADS)
-    sums.store(gl.reshape(gl.associative_scan(decay, 1, _add), [HEADS, _CHUNK]))
-    return sums
+    """Adds up the decays of heads. They are there after the next barrier."""
+    if HEADS == 1:
+        quarter, until, at = _quarters_and_tokens()
+        decay = _decays_at(of, quarter, at, num_rows)
+        begun, left = gl.sum(gl.where(at <= until, decay, 0.0), 2), gl.sum(gl.where(at > until, decay, 0.0), 2)
+        sums = gl.sum(decay, 2)
+    else:
+        # A thread adds up a quarter. Sums of a quarter are short: their differences have digits enough.
+        quarter = gl.expand_dims(gl.arange(0, 4 * HEADS, layout=gl.SliceLayout(1, _BY_QUARTER)), 1)
+        at = gl.expand_dims(gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, _BY_QUARTER)), 0)
+        decay = _decays_at(of, quarter, at, num_rows)
+        begun, sums = gl.associative_scan(decay, 1, _add), gl.sum(decay, 1)
+        left = gl.expand_dims(sums, 1) - begun
+    added = AddedDecays(
+        _new_words(HEADS), _new_words(HEADS), gl.allocate_shared_memory(gl.float32, [HEADS, 4], _LINEAR)
+    )
+    added.begun.store(gl.reshape(begun, [HEADS, _CHUNK]))
+    added.left.store(gl.reshape(left, [HEADS, _CHUNK]))
+    added.sums.store(gl.reshape(sums, [HEADS, 4]))
+    return added
 
 
 @gluon.jit
-def _decays_of(begun, sum_0, sum_1, sum_2, sum_3, token):
-    """Sums of decays of tokens. begun: from where their quarters begin; sum_0 to sum_3: those of quarters"""
+def _decays_of(begun, left, sum_0, sum_1, sum_2, sum_3, token):
+    """Sums of decays of tokens, of those within their quarters and of quarters."""
     quarter = token // _QUARTER
-    # A quarter's sums are short: differences have digits enough.
-    left = gl.where(quarter < 2, gl.where(quarter == 0, sum_0, sum_1), gl.where(quarter == 2, sum_2, sum_3)) - begun
     in_first = left + gl.where(quarter == 0, sum_1, 0.0)
     in_second = begun + gl.where(quarter == 3, sum_2, 0.0)
     earlier = gl.where(quarter == 0, 0.0, sum_0) + gl.where(quarter == 3, sum_1 + sum_2, 0.0)
@@ -501,13 +535,15 @@ def _rows_by_head(of, to, words, num_rows, G: gl.constexpr):
     _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
     _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
     strengths = _strengths(of, num_rows, 1)
-    sums = _of_head(_add_decays(of, num_rows, 1), 0)
+    added = _add_decays(of, num_rows, 1)
     async_copy.wait_group(0)
     fence_async_shared()
     gl.thread_barrier()
-    sum_0, sum_1 = sums.slice(15, 1).load(_ROWS), sums.slice(31, 1).load(_ROWS)
-    sum_2, sum_3 = sums.slice(47, 1).load(_ROWS), sums.slice(63, 1).load(_ROWS)
-    decays = _decays_of(sums.load(_ROWS), sum_0, sum_1, sum_2, sum_3, gl.arange(0, _CHUNK, layout=_ROWS))
+    begun, left = _of_head(added.begun, 0).load(_ROWS), _of_head(added.left, 0).load(_ROWS)
+    sums = added.sums._reinterpret(gl.float32, [4], _LINEAR_WORDS)
+    sum_0, sum_1 = sums.slice(0, 1).load(_ROWS), sums.slice(1, 1).load(_ROWS)
+    sum_2, sum_3 = sums.slice(2, 1).load(_ROWS), sums.slice(3, 1).load(_ROWS)
+    decays = _decays_of(begun, left, sum_0, sum_1, sum_2, sum_3, gl.arange(0, _CHUNK, layout=_ROWS))
     since, until, pair = gl.exp2(decays.since), gl.exp2(decays.until), gl.exp2(decays.pair)
     of_k, of_q = _scales_of_rows(k_rows, 1.0), _scales_of_rows(q_rows, G.RULE.scale)
     _store_factors(words, since * of_q, since * of_k)
@@ -546,12 +582,12 @@ def _rows_of_sums(of, to, words, num_rows, HEADS: gl.constexpr, G: gl.constexpr)
     _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
     _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
     strengths = _strengths(of, num_rows, HEADS)
-    sums = _add_decays(of, num_rows, HEADS)
+    added = _add_decays(of, num_rows, HEADS)
     gl.thread_barrier()
     head, token = _heads_and_tokens(HEADS)
-    sum_0, sum_1 = sums.slice(15, 1, 1).load(_TOKENS), sums.slice(31, 1, 1).load(_TOKENS)
-    sum_2, sum_3 = sums.slice(47, 1, 1).load(_TOKENS), sums.slice(63, 1, 1).load(_TOKENS)
-    decays = _decays_of(sums.load(_TOKENS), sum_0, sum_1, sum_2, sum_3, token)
+    sum_0, sum_1 = added.sums.slice(0, 1, 1).load(_TOKENS), added.sums.slice(1, 1, 1).load(_TOKENS)
+    sum_2, sum_3 = added.sums.slice(2, 1, 1).load(_TOKENS), added.sums.slice(3, 1, 1).load(_TOKENS)
+    decays = _decays_of(added.begun.load(_TOKENS), added.left.load(_TOKENS), sum_0, sum_1, sum_2, sum_3, token)
     factors = HeadFactors(_new_words(HEADS), _new_words(HEADS), _new_words(HEADS), _new_words(HEADS), _new_words(HEADS))
     factors.near.store(gl.exp2(decays.since_middle))
     factors.far.store(gl.exp2(-decays.since_middle))

@@ -76,7 +76,8 @@ _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _LINEAR_WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _LINEAR_BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-# V heads of a program of sums. TODO
+# V heads of a program of sums, at most. On an H200 Mamba2's prompts take 1.04 times as long with 4, and 0.99 with 16, of
+# which short prompts have too few.
 _MOST_TOGETHER = 8
 
 
@@ -124,6 +125,7 @@ def _row_and_column(layout: gl.constexpr):
 
 @gluon.jit
 def _half_of(token):
+    """0 for tokens of a chunk's first half. It takes fewer registers than to compare bits of two tokens."""
     return token & (_CHUNK // 2)
 
 
@@ -476,7 +478,7 @@ def _add_decays(of, num_rows, HEADS: gl.constexpr):
         begun, left = gl.sum(gl.where(at <= until, decay, 0.0), 2), gl.sum(gl.where(at > until, decay, 0.0), 2)
         sums = gl.sum(decay, 2)
     else:
-        # A thread adds up a quarter. Sums of a quarter are short: their differences have digits enough.
+        # A thread adds up a quarter, of which one head has too few. Differences of such short sums have digits enough.
         quarter = gl.expand_dims(gl.arange(0, 4 * HEADS, layout=gl.SliceLayout(1, _BY_QUARTER)), 1)
         at = gl.expand_dims(gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, _BY_QUARTER)), 0)
         decay = _decays_at(of, quarter, at, num_rows)

@@ -76,7 +76,7 @@ _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _LINEAR_WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _LINEAR_BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-# V heads of a program of sums, at most. On an H200 Mamba2's prompts take 1.04 times as long with 4, and 0.99 with 16, but
+# V heads of a program of sums, at most. On an H200 Mamba2 prompts take 1.04 times as long with 4, and 0.99 with 16, but
 # short ones have too few programs then.
 _MOST_TOGETHER = 8
 

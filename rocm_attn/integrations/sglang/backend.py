@@ -1,6 +1,7 @@
 """The attention backend that SGLang makes for a runner."""
 
 import os
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from sglang.srt.runtime_context import (
     attention_backends,
     get_disagg,
     get_exec,
+    get_flags,
     get_memory,
     get_parallel,
     get_schedule,
@@ -55,6 +57,16 @@ class RocmAttnBackend(AttentionHooks, AttentionBackend):
         of sequences.
         """
         return self._mask
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Does the same as AttentionHooks.init_forward_metadata.
+
+        Where SGLang captures the parts of prompts between attention, all sequences of its dummy batch count as padding.
+        """
+        if get_flags().dp.capturing_prefill_graph:
+            forward_batch = copy(forward_batch)
+            forward_batch.num_padding = forward_batch.batch_size
+        super().init_forward_metadata(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *more: object, **named: object) -> None:
         """Does the same as AttentionHooks.init_cuda_graph_state, and makes room for tree masks. Raises NeverFits."""

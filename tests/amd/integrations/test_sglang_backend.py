@@ -16,7 +16,7 @@ from rocm_attn.external import LogAndCount
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.encoded import EncodedHooks
 from tests.amd.integrations.modules import install
-from tests.amd.integrations.sglang_stand_in import Engine, Mode, RadixAttention
+from tests.amd.integrations.sglang_stand_in import Engine, Mode, RadixAttention, Request
 
 BACKEND = "rocm_attn.integrations.sglang.backend"
 
@@ -64,6 +64,7 @@ class Server:
         self.dllm: str | None = None
         self.has_glue = False
         self.chunk, self.has_radix_cache = 8192, True
+        self.captures_prompts = False
 
     def modules(self) -> dict[str, dict[str, Any]]:
         """Returns the values of SGLang's modules by their names."""
@@ -88,6 +89,7 @@ class Server:
                     dllm=SimpleNamespace(dllm_algorithm=self.dllm),
                     features=SimpleNamespace(enable_return_indexer_topk=self.returns_selections),
                 ),
+                "get_flags": lambda: SimpleNamespace(dp=SimpleNamespace(capturing_prefill_graph=self.captures_prompts)),
                 "get_schedule": lambda: SimpleNamespace(chunked_prefill_size=self.chunk),
                 "get_parallel": lambda: self.parallel,
                 "get_spec": lambda: SimpleNamespace(
@@ -152,6 +154,28 @@ def test_drafts_need_no_second_look_where_steps_are_planned_on_a_stream_of_their
     made = backend.create(runner)
     for batch_size in (4, None):
         made.update_verify_buffers_to_fill_after_draft(SimpleNamespace(), batch_size)
+
+
+def test_prompts_from_which_sglang_captures_graphs_of_all_but_attention_are_padding(
+    server: Server, backend: Any
+) -> None:
+    """Their requests are in no row of the table: all of their tokens have the slot 0 (prefill_cuda_graph_runner.py)."""
+    engine = Engine("torch", torch.device("cpu"), serve=False)
+    made: Any = backend.create(runner_of(engine))
+    dummy = engine.batch(Mode.EXTEND, [Request(0, [])], [8])
+    engine.table[0], dummy.out_cache_loc[:] = 0, 0
+    server.captures_prompts = True
+    made.init_forward_metadata(dummy)
+    step = engine.step_of(dummy, [8])
+    engine.forward(step, made)
+    assert all(not out.any() for out in step.outs)
+    made.attention.check_device()
+    server.captures_prompts = False
+    engine.hooks = made
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [8])
+    engine.run(Mode.DECODE, [one], [1])
+    made.attention.check_device()
 
 
 def test_a_model_with_an_encoder_has_a_backend_that_crosses(server: Server, backend: Any) -> None:

@@ -148,6 +148,11 @@ def _check_latent(runner: Any) -> None:
     from sglang.srt.models.deepseek_common.utils import _use_aiter_gfx95
 
     scales = {getattr(module, "k_scale_float", None) or 1.0 for module in runner.model.modules()}
+    if scales != {1.0} and get_disagg().disaggregation_mode != "null":
+        raise Unsupported(
+            "the checkpoint has scales of latent rows, by which another server's backend may divide them, and they are "
+            "not read here; serve it without --disaggregation-mode"
+        )
     if scales != {1.0} and not set(attention_backends()) <= {*ours()}:
         raise Unsupported(
             f"the backends for prompts and decode, {attention_backends()}, differ, and the checkpoint has scales of "

@@ -291,6 +291,9 @@ def test_latent_rows_that_a_model_stores_in_eight_bits_itself_are_refused(
         backend.serving_of(runner)
     server.backends = "rocm_attn", "rocm_attn"
     assert backend.serving_of(runner)
+    server.disaggregation = "decode"
+    with pytest.raises(Unsupported, match="serve it without --disaggregation-mode"):
+        backend.serving_of(runner)
 
 
 def test_index_keys_that_others_write_or_keep_are_refused(server: Server, backend: Any, runner: Any) -> None:

@@ -11,6 +11,8 @@ from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 CPU_BYTES = 1 << 30
 # torch's allocator takes memory for a large tensor in multiples of this.
 _ALLOCATION_BYTES = 2 << 20
+# The code of kernels, which the driver loads when steps of other sizes first run.
+_CODE_BYTES = 16 << 20
 # A pool that takes at most this part of the free memory is not reduced, and nothing is measured.
 _SMALL_PART = 4
 
@@ -37,7 +39,7 @@ class MeasuredMemory:
         """
         num_tensors = sum(1 if problem.pool is PoolKind.LATENT else 2 for problem in problems)
         kept = self.total - int(share * self.total)
-        left = self.free - kept - self.step - self.graph - state_bytes - num_tensors * _ALLOCATION_BYTES
+        left = self.free - kept - self.step - self.graph - state_bytes - num_tensors * _ALLOCATION_BYTES - _CODE_BYTES
         if left <= 0:
             raise NeverFits(
                 f"no memory is left for K and V: of {_gib(self.total)} GiB {_gib(self.free)} are free, a step "

@@ -56,7 +56,7 @@ BASE = EngineOptions(provider="torch", page_size=4, max_batch_size=4, chunk=16, 
 
 @pytest.fixture
 def metered(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], MeteredMemory]:
-    """Returns a function: bytes -> memory, which CPU engines take for the device's; allocations are not rounded.
+    """Returns a function: bytes -> memory, which CPU engines take for the device's; no rounding, and none for code.
 
     Earlier objects of the process are exempt from garbage collection from then on, so that collecting takes no time.
     """
@@ -64,7 +64,8 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], MeteredMemory]:
     def of(total: int) -> MeteredMemory:
         memory = MeteredMemory(total)
         monkeypatch.setattr(engine_runtime, "memory_of", lambda device: memory)
-        monkeypatch.setattr(pool_size, "_ALLOCATION_BYTES", 0)
+        for name in ("_ALLOCATION_BYTES", "_CODE_BYTES"):
+            monkeypatch.setattr(pool_size, name, 0)
         return memory
 
     gc.collect()
@@ -74,11 +75,11 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], MeteredMemory]:
 
 def test_k_and_v_get_what_is_left_of_the_share() -> None:
     measured = MeasuredMemory(total=100 * GIB, free=80 * GIB, step=6 * GIB, graph=2 * GIB)
-    roundings = 2 * 2 * 2**20  # two tensors of a layer
-    assert measured.kv_bytes(1.0, [LAYER]) == 72 * GIB - roundings
-    assert measured.kv_bytes(0.75, [LAYER]) == (72 - 25) * GIB - roundings
+    of_code, roundings = 2**24, 2 * 2 * 2**20  # two tensors of a layer
+    assert measured.kv_bytes(1.0, [LAYER]) == 72 * GIB - roundings - of_code
+    assert measured.kv_bytes(0.75, [LAYER]) == (72 - 25) * GIB - roundings - of_code
     latent = replace(LAYER, pool=PoolKind.LATENT, num_kv_heads=1)
-    assert measured.kv_bytes(1.0, [latent] * 3) == 72 * GIB - 3 * 2 * 2**20
+    assert measured.kv_bytes(1.0, [latent] * 3) == 72 * GIB - 3 * 2 * 2**20 - of_code
 
 
 def test_where_nothing_is_left_the_numbers_say_why() -> None:

@@ -116,6 +116,7 @@ def memory_of_one_rank_is_short(rank: int) -> list[str]:
         memory = MeteredMemory(30_000 if rank == 1 else 1 << 30)
         patch.setattr(engine_runtime, "memory_of", lambda device: memory)
         patch.setattr(pool_size, "_ALLOCATION_BYTES", 0)
+        patch.setattr(pool_size, "_CODE_BYTES", 0)
         serving = engine(gpu_memory_share=1.0)
     num_pages = serving.report().num_pages
     return [f"fewer than wanted: {num_pages < 1 + 4 * 16}", str(num_pages), *shown(serving.generate(REQUESTS))]

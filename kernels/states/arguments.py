@@ -191,15 +191,14 @@ class RecurrentSlots:
         """The float32 words that a chunk has of each v head, next to its rows: chunk_space.py."""
         return self.k.shape[3] if self.has_channels else 2 * CHUNK + 1
 
-    @property
-    def row_elements(self) -> int:
+    def row_elements(self, rule: RecurrenceRule) -> int:
         """The elements, of the dtype of k, of a token's row of each v head: chunk_space.py."""
-        return CHUNK + (3 if self.has_channels else 1) * self.k.shape[3]
+        return CHUNK + (2 * self.has_channels + rule.corrects) * self.k.shape[3]
 
-    def workspace_words(self, num_tokens: int, num_seqs: int) -> int:
+    def workspace_words(self, rule: RecurrenceRule, num_tokens: int, num_seqs: int) -> int:
         """The float32 words of workspace that `recur` needs for steps of T tokens and S sequences, both padded."""
         num_heads = self.state.shape[1]
-        rows = (num_tokens * num_heads * self.row_elements * self.k.itemsize + 15) // 16 * 4
+        rows = (num_tokens * num_heads * self.row_elements(rule) * self.k.itemsize + 15) // 16 * 4
         return rows + (num_tokens // CHUNK + num_seqs) * num_heads * self.chunk_words
 
     def check(self, tokens: RecurrentTokens, places: StatePlaces) -> None:
@@ -232,7 +231,7 @@ class RecurrentSlots:
 class RecurArgs(NamedTuple):
     """One layer's recurrence in one step.
 
-    workspace: float32, contiguous, of slots.workspace_words(T, S) words; scratch, its content is undefined
+    workspace: float32, contiguous, of slots.workspace_words(rule, T, S) words; scratch, its content is undefined
     """
 
     tokens: RecurrentTokens

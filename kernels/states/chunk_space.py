@@ -1,9 +1,9 @@
 """The workspace between the two kernels of a recurrence in chunks: a row for each token and v head, and chunks' words.
 
-A row has a chunk's products [CHUNK] and write [dk], as chunk_rows.py calls them, and with decays of channels also read
-and predict [dk each], of the dtype of tokens. The float32 words of chunks follow after all rows: a decay of each
-channel or, if all channels decay as one, the factors of rows of q and of k [CHUNK each], and a decay. A chunk has the
-number of its place (token_tiles.py).
+A row has a chunk's products [CHUNK], as chunk_rows.py calls them, and, of the dtype of tokens, [dk] each: write, unless
+all channels of sums decay as one; with decays of channels read, and for delta rules predict too. The float32 words of
+chunks follow after all rows: a decay of each channel or, if all channels decay as one, the factors of rows of q and of k
+[CHUNK each], and a decay. A chunk has the number of its place (token_tiles.py).
 """
 
 from typing import Any, NamedTuple
@@ -111,7 +111,7 @@ def chunk_geometry(args: RecurArgs) -> tuple[ChunkGeometry, Tensor, Tensor]:
     """The geometry of a launch, and the workspace's two parts: rows and chunks' words."""
     _, rule, slots, places, workspace = args
     _, num_heads, dk, dv = slots.state.shape
-    words = slots.workspace_words(places.num_tokens, places.num_seqs)
+    words = slots.workspace_words(rule, places.num_tokens, places.num_seqs)
     assert workspace.dtype == torch.float32
     assert workspace.is_contiguous()
     assert workspace.numel() >= words
@@ -127,7 +127,7 @@ def chunk_geometry(args: RecurArgs) -> tuple[ChunkGeometry, Tensor, Tensor]:
         DK_BLOCK=dk_block,
         DV_BLOCK=dv_block,
         DK_PART=min(dk_block, part),
-        ROW=slots.row_elements,
+        ROW=slots.row_elements(rule),
         WORDS=slots.chunk_words,
         CHANNELS=slots.has_channels,
         RULE=rule,

@@ -18,7 +18,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.states.arguments import HEADER_WORDS, ConvolutionSlots, RecurrentSlots
 from rocm_attn.machine.settings import whole_number
-from rocm_attn.recurrence import Recurrence, TensorForm, tensors_of
+from rocm_attn.recurrence import Recurrence, TensorForm, rule_of, tensors_of
 
 # The two parts of a layer that a step stores.
 CONVOLUTION, STATE = "convolution", "state"
@@ -135,7 +135,13 @@ class StatePool:
 
     def workspace_words(self, shape: PaddedShape) -> int:
         """float32 words of workspace that the layers of a step of this shape need, one layer after the other."""
-        return max((slots.workspace_words(shape.num_tokens, shape.num_seqs) for slots in self.state), default=0)
+        return max(
+            (
+                slots.workspace_words(rule_of(layer), shape.num_tokens, shape.num_seqs)
+                for layer, slots in zip(self.recurrent.layers, self.state, strict=True)
+            ),
+            default=0,
+        )
 
     def before_kept_tokens(self) -> Iterator[Tensor]:
         """The tensors [slots, ...] of every layer that say all of a sequence which has no kept tokens."""

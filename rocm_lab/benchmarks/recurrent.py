@@ -115,7 +115,7 @@ def prepared(case: StateCase) -> StateTensors:
         num_tokens,
         case.q_len,
     )
-    words = slots.workspace_words(num_tokens, case.num_seqs)
+    words = slots.workspace_words(rule_of(layer), num_tokens, case.num_seqs)
     workspace = torch.empty(words, device=_DEVICE)
     return StateTensors(gates, strengths, RecurArgs(tokens, rule_of(layer), slots, places, workspace))
 

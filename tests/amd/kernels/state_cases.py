@@ -214,13 +214,14 @@ class StateRun(Sequences):
             for name in ("q", "k", "v", "decay", "beta")
         )
         out = torch.empty_like(v)
-        words = self.slots.workspace_words(step.places.num_tokens, step.places.num_seqs)
+        rule, places = rule_of(self.layer), step.places
+        words = self.slots.workspace_words(rule, places.num_tokens, places.num_seqs)
         workspace = torch.full((words + 64,), NAN, device=self.device)
         slots = self.slots
 
         def launch() -> None:
             tokens = RecurrentTokens(q, k, v, decay, beta, out)
-            args = RecurArgs(tokens, rule_of(self.layer), slots, step.places, workspace[:words])
+            args = RecurArgs(tokens, rule, slots, places, workspace[:words])
             self.recur(args, deterministic=self.deterministic)
 
         outs = run_twice(step, [slots.state, *slots.kept], out, launch)

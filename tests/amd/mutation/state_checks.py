@@ -109,7 +109,7 @@ def _recurs(memory: Memory, sizes: _Sizes, places: StatePlaces, *, deterministic
     given = RecurrentTokens(_unit(num_tokens, k_heads, dk), *tokens(num_tokens), beta, out)
     rule = RecurrenceRule(corrects=True, scale=0.5, normalises=False)
     # A twin needs no workspace.
-    workspace = memory.put(torch.randn(slots.workspace_words(num_tokens, len(places.source))))
+    workspace = memory.put(torch.randn(slots.workspace_words(rule, num_tokens, len(places.source))))
 
     def with_workspace(recur: Callable[..., None]) -> Callable[..., None]:
         return lambda *arguments: recur(RecurArgs._make((*arguments, workspace)), deterministic=deterministic)

@@ -54,7 +54,7 @@ class StateRow:
             step = StepTensors.of(at, counts=torch.empty(4, dtype=torch.int32), **of_step)
             launch_state_places(step, pool.tags, pool.headers, places, kept=_MOST_KEPT)
             rule = rule_of(form)
-            workspace = torch.empty(slots.workspace_words(num_tokens, _NUM_SEQS))
+            workspace = torch.empty(slots.workspace_words(rule, num_tokens, _NUM_SEQS))
             tokens = inputs.of_recurrence(form, num_tokens)
             launch_recur(RecurArgs(tokens, rule, slots, places, workspace), deterministic=False)
             x, weight, bias, out = inputs.of_convolution(form, num_tokens)

@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
 import shutil
 import sys
@@ -25,7 +24,6 @@ from rocm_attn.cli.doctor.machine import (
     Release,
     TorchBuild,
     TritonBuild,
-    User,
     release_of,
 )
 from rocm_attn.cli.doctor.probe import probe
@@ -41,8 +39,7 @@ def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Mach
     jit = jit_folder(environment, home, copies)
     linked = linked_modules(jit, copies)
     return Machine(
-        python=platform.python_version(),
-        user=User(os.getuid(), frozenset({os.getgid(), *os.getgroups()})),
+        uid=os.getuid(),
         environment=dict(environment),
         distributions=distributions,
         torch=torch,
@@ -122,7 +119,7 @@ def read_distributions() -> Iterator[Distribution]:
         if name and (name, location) not in seen:
             seen.add((name, location))
             requires = tuple(_normal(_name_of(line)) for line in found.requires or () if "extra ==" not in line)
-            yield Distribution(_normal(name), found.version, location, requires)
+            yield Distribution(_normal(name), found.version, requires)
 
 
 def read_folder(purpose: str, path: Path, root: Path = Path("/")) -> Folder:

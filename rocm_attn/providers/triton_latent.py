@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
-from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.latent import limits
 from rocm_attn.kernels.latent.cuts import latent_extend_cut
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles, latent_segment_tiles
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, PoolKind, Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers import triton_cdna_latent, triton_hopper_latent
-from rocm_attn.providers.contract import Bind, BoundKernel, Limits, PoolSize, StepBounds
+from rocm_attn.providers.contract import Bind, BoundKernel, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutSegmentDecode, Maskable, MaskableExtend
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.scores import scores_of
@@ -30,7 +29,7 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of_table,
 )
 from rocm_attn.providers.triton_entries import (
-    ARCHS,
+    LIMITS,
     Ranged,
     deterministic_entry,
     range_entries,
@@ -40,22 +39,14 @@ from rocm_attn.providers.triton_entries import (
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode, bind_latent_decode
 from rocm_attn.providers.triton_later import triton_launches
 
-_LIMITS = Limits(
-    archs=ARCHS,
-    dtypes=limits.DTYPES,
+_LIMITS = replace(
+    LIMITS,
     head_dim=(1, limits.MAX_HEAD_DIM),
     v_head_dim=(1, limits.MAX_V_HEAD_DIM),
     page_size=(1, limits.MAX_PAGE_SIZE),
     max_gqa_ratio=limits.MAX_HEADS,
-    window=True,
-    soft_cap=True,
-    sinks=True,
+    alibi=False,
     pools=(PoolKind.LATENT,),
-    encodings=tuple(KVEncoding),
-    scales=SCALES_BESIDE_ROWS,
-    non_causal=True,
-    page_strides=True,
-    short_kv=True,
 )
 _RANGED_LIMITS = replace(_LIMITS, ranges=True)
 

@@ -120,7 +120,6 @@ class TritonStoringDecode(TritonDecode):
 
     @only_launches
     def store_and_attend(self, args: AttendArgs, new: NewRows, step: StepTensors, bounds: StepBounds) -> None:
-        """See `StoringKernel.store_and_attend`."""
         num_seqs = args.queries.num_seqs
         cut, tiles = self.cut.of_step(num_seqs), self.tiles_of(num_seqs)
         triton_launches.launch_storing_decode(args, new, scores=self.scores, cut=cut, tiles=tiles)
@@ -327,7 +326,7 @@ def _prompts(bind_extend: Bind) -> Bind:
 def _bind_hopper_segments(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     """Like `_bind_extend_hopper`, but deterministic."""
     hopper = triton_hopper.bind_segment_extend(problem, target, min_q_len)
-    return triton_segments.extend_by_tokens(problem, target, min_q_len, hopper)
+    return triton_segments.bind_extend(problem, target, pool, min_q_len, hopper)
 
 
 def _bind_hopper_segment_prompts(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
@@ -337,13 +336,14 @@ def _bind_hopper_segment_prompts(problem: Problem, target: Target, pool: PoolSiz
 def _bind_hopper_segment_ranges(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     """Like `_bind_ranges_hopper`, but deterministic."""
     few = triton_segments.masked_extend(problem, target, min_q_len)
-    hopper = triton_hopper.bind_segment_ranges(problem, target, min_q_len)
+    hopper = triton_hopper.bind_segment_extend(problem, target, min_q_len, ranged=True)
     return _of_few_segments(few, Ranged(hopper, problem.visibility))
 
 
 def _bind_hopper_segment_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     """Like `_bind_masked_hopper`, but deterministic."""
-    few, hopper = triton_segments.masked_extend(problem, target), triton_hopper.bind_segment_ranges(problem, target)
+    few = triton_segments.masked_extend(problem, target)
+    hopper = triton_hopper.bind_segment_extend(problem, target, ranged=True)
     return _of_few_segments(few, with_and_without_cells(problem, hopper, few))
 
 

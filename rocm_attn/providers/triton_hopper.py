@@ -121,18 +121,13 @@ def filled(extend: HopperExtend, target: Target) -> HopperExtend:
     return replace(extend, tiles=tiles, cut=_cut(extend.problem, target, tiles, extend.cut.min_q_len))
 
 
-def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
-    """Binds deterministic extend for a problem within SEGMENT_LIMITS. Programs share rows by whole segments."""
-    return _segment_extend(problem, target, min_q_len, split_keys=256)
+def bind_segment_extend(problem: Problem, target: Target, min_q_len: int = 1, *, ranged: bool = False) -> HopperExtend:
+    """Binds deterministic extend for a problem within SEGMENT_LIMITS. Programs share rows by whole segments.
 
-
-def bind_segment_ranges(problem: Problem, target: Target, min_q_len: int = 1) -> HopperExtend:
-    """Binds deterministic extend of tokens that each see a range of keys, within RANGED_SEGMENT_LIMITS."""
+    ranged: whether tokens each see a range of keys, within RANGED_SEGMENT_LIMITS
+    """
     # A span may reach any number of segments beyond the keys that shares are cut by, and each would take a part.
-    return _segment_extend(problem, target, min_q_len, split_keys=NEVER_SPLIT)
-
-
-def _segment_extend(problem: Problem, target: Target, min_q_len: int, split_keys: int) -> HopperExtend:
+    split_keys = NEVER_SPLIT if ranged else 256
     coded = problem.kv_encoding is not KVEncoding.LIKE_Q
     tiles = hopper_segment_tiles(problem.head_dim, problem.v_head_dim, problem.page_size, coded=coded)
     tiles = _launched_early(tiles, min_q_len)

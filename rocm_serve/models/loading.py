@@ -42,7 +42,6 @@ class ScaledTensors:
         self._whole, self._factors, self._shapes = whole, factors, whole.shapes()
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Like TensorSource.shapes."""
         return self._shapes
 
     def read(self, name: str, *where: slice) -> Tensor:

@@ -13,7 +13,6 @@ from pathlib import Path
 from rocm_attn.cli.doctor.aiter_files import aiter_copies, jit_folder, leftover_locks, linked_modules, modules_in
 from rocm_attn.cli.doctor.loaded_libraries import identity_of
 from rocm_attn.cli.doctor.machine import (
-    AiterModule,
     DeviceNode,
     Distribution,
     Folder,
@@ -52,7 +51,8 @@ def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Mach
         nvidia_gpus=read_nvidia_gpus(root) or _counted_by(torch),
         nodes=read_nodes(root),
         aiter=copies,
-        aiter_jit=_modules_of_cache(jit, [Path(copy.path) for copy in copies], linked),
+        # Modules in a copy's own folder are the copy's.
+        aiter_jit=() if any(jit.is_relative_to(copy.path) for copy in copies) else modules_in(jit, but=linked),
         aiter_jit_dir=str(jit),
         aiter_linked=linked,
         leftover_locks=leftover_locks(jit),
@@ -153,13 +153,6 @@ def _caches(
     if copies:
         yield "AITER's cache", jit
         yield "AITER's other cache", Path(environment.get("AITER_ROOT_DIR") or home / ".aiter")
-
-
-def _modules_of_cache(jit: Path, packages: list[Path], linked: tuple[str, ...]) -> tuple[AiterModule, ...]:
-    """The modules of the cache without those of the package, unless AITER compiles into its own package."""
-    if any(jit.is_relative_to(package) for package in packages):
-        return ()
-    return modules_in(jit, but=linked)
 
 
 def _torch() -> TorchBuild | ImportFailure | NotInstalled:

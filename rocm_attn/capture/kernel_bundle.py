@@ -27,15 +27,18 @@ _NAME = re.compile(r"\w[\w+=-]*/\w[\w.+=-]*")
 _NOT_AS_WRITTEN = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
-def save_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
-    """Writes all entries of a cache to a bundle, which appears when it is whole; returns the number of their files.
+def save_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> None:
+    """Writes all entries of a cache to a bundle, which appears when it is whole.
 
     facts: conditions under which the kernels can be used, as arch and Triton's release
     Raises OSError, and BadSetting for a damaged entry.
     """
-    contents = {
-        str(path.relative_to(cache)): _without_folder(path) for path in sorted(cache.glob("*/*")) if path.name != "lock"
-    }
+    contents = {}
+    for path in sorted(cache.glob("*/*")):
+        if path.name != "lock":
+            name, content = str(path.relative_to(cache)), path.read_bytes()
+            # A bundle's index has names in place of paths.
+            contents[name] = _index_in("", content, str(path)) if _is_index(name) else content
     manifest = {
         "facts": dict(facts),
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
@@ -45,11 +48,10 @@ def save_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
             member = tarfile.TarInfo(name)
             member.size = len(content)
             bundle.addfile(member, io.BytesIO(content))
-    return len(contents)
 
 
-def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
-    """Adds the entries of a bundle to a cache and returns the number of their files. facts: see save_bundle
+def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> None:
+    """Adds the entries of a bundle to a cache. facts: see save_bundle
 
     Raises BadSetting, with the cache unchanged, for other facts and for a file that is no whole bundle; OSError.
     """
@@ -60,13 +62,12 @@ def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
             "bundle with --bundle here"
         )
     # An index comes after the files that it names: another process may read the cache meanwhile.
-    for name in sorted(contents, key=lambda name: _is_index(name)):
+    for name in sorted(contents, key=_is_index):
         to = cache / name
         to.parent.mkdir(parents=True, exist_ok=True)
         content = _index_in(str(to.parent), contents[name], name) if _is_index(name) else contents[name]
         with whole_file(to) as part:
             part.write_bytes(content)
-    return len(contents)
 
 
 def _read(file: Path) -> tuple[dict[str, str], dict[str, bytes]]:
@@ -99,12 +100,6 @@ def _content(bundle: tarfile.TarFile, name: str) -> bytes:
 
 def _is_index(name: str) -> bool:
     return name.partition("/")[2].startswith(_INDEX)
-
-
-def _without_folder(path: Path) -> bytes:
-    """The content of a cache's file; an index has names in place of paths."""
-    content = path.read_bytes()
-    return _index_in("", content, str(path)) if path.name.startswith(_INDEX) else content
 
 
 def _index_in(folder: str, index: bytes, named: str) -> bytes:

@@ -16,10 +16,11 @@ from rocm_attn.machine.aiter_releases import too_old
 from rocm_attn.machine.devices import device_of, require_there
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases
 from rocm_attn.machine.target import Target, target_elsewhere
+from rocm_attn.models.config import ModelConfig
 from rocm_attn.models.families import DECODERS, architecture_of, attention_geometry, text_fields
 from rocm_attn.models.fields import read_json
 from rocm_attn.models.geometry import AttentionGeometry
-from rocm_attn.models.hf_config import context_len
+from rocm_attn.models.hf_config import config_from_json, context_len
 from rocm_attn.models.hub import config_of_id, is_hub_id
 from rocm_attn.paging.checkpoints import StateMemory, spacing_of
 from rocm_attn.paging.index_spaces import num_pages
@@ -156,12 +157,8 @@ def described_model(place: str, besides: str = "") -> DescribedModel:
     Raises BadModel if it is missing or damaged, Unsupported for attention of another kind.
     """
     path = config_at(place, besides)
-    if path.suffix == ".gguf" and path.is_file():
-        # Imported here, because the gguf package belongs to an extra.
-        from rocm_attn.models.gguf_config import config_from_gguf
-        from rocm_attn.models.gguf_file import GGUFFile
-
-        of_file = config_from_gguf(GGUFFile(path))
+    if path.suffix == ".gguf":
+        of_file = runner_config(path)
         geometry, longest = of_file.attention, of_file.context_len
     else:
         config = read_json(path)
@@ -170,6 +167,17 @@ def described_model(place: str, besides: str = "") -> DescribedModel:
     if longest:
         geometry = geometry.without_idle_windows(longest)
     return DescribedModel(geometry, partial(_max_kv_len, longest))
+
+
+def runner_config(path: Path) -> ModelConfig:
+    """The model as the runner of rocm-serve runs it. Raises BadModel or Unsupported if it does not."""
+    if path.suffix == ".gguf":
+        # Imported here, because the gguf package belongs to an extra.
+        from rocm_attn.models.gguf_config import config_from_gguf
+        from rocm_attn.models.gguf_file import GGUFFile
+
+        return config_from_gguf(GGUFFile(path))
+    return config_from_json(read_json(path))
 
 
 _CONTEXT = "max_position_embeddings"

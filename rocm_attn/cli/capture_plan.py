@@ -114,29 +114,22 @@ def _fit_lines(options: argparse.Namespace, weights: Weights, gpu: Gpu | None, f
     )
     driver = f"graphs keep up to {_size(fit.graphs)} in the driver, by what an H200 showed"
     if fit.fits:
-        return [
-            *lines,
-            f"fits: {_size(fit.left)} remain for activations; {driver}",
-            f"K and V have {fit.tokens:,} tokens, and {fit.room:,} would fit without activations",
-        ]
+        lines.append(f"fits: {_size(fit.left)} remain for activations; {driver}")
+        return [*lines, f"K and V have {fit.tokens:,} tokens, and {fit.room:,} would fit without activations"]
     if fit.room == 0:
         return [
             *lines,
             f"does not fit: the rest leaves no room for a token of K and V; {driver}; use more ranks (--tp)",
         ]
-    pages = 1 + fit.room // fit.page_size
-    fewer = f"--num-pages {pages}, or more ranks (--tp)"
-    missing = f"{_size(-fit.left)} are missing before activations"
+    verdict, these = "does not fit:", "K and V"
     if options.num_pages is None:  # all sequences at full length: serve allocates fewer pages by itself
-        return [
-            *lines,
-            f"fits with fewer pages, as serve allocates: for every sequence at full length, {missing}; {driver}",
-            f"K and V of these have {fit.tokens:,} tokens, and {fit.room:,} would fit: {fewer}",
-        ]
+        verdict = "fits with fewer pages, as serve allocates: for every sequence at full length,"
+        these = "K and V of these"
     return [
         *lines,
-        f"does not fit: {missing}; {driver}",
-        f"K and V have {fit.tokens:,} tokens, and {fit.room:,} would fit: {fewer}",
+        f"{verdict} {_size(-fit.left)} are missing before activations; {driver}",
+        f"{these} have {fit.tokens:,} tokens, and {fit.room:,} would fit: "
+        f"--num-pages {1 + fit.room // fit.page_size}, or more ranks (--tp)",
     ]
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ from rocm_attn.models.geometry import AttentionGeometry, CompressedRows
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.paging.kv_pool import require_slots
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem
-from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
+from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.selection.pages import PageChoice
@@ -115,19 +116,18 @@ def explained(options: argparse.Namespace) -> Explained:
     over = [stored[read] for read in geometry.reads]
     compressed = dict.fromkeys(rows for layer in geometry.layers for rows in layer.compressed)
 
-    def choose(problem: Problem) -> Selection:
+    choose = partial(select, target=target, provider=options.provider, pool=pool, deterministic=options.deterministic)
+
+    def choose_with_rows(problem: Problem) -> Selection:
         # Only layers whose window is merged with compressed rows want a log-sum-exp.
         beside = [rows.problem(problem) for rows in compressed] if problem.wants_lse else []
-        *_, chosen = (
-            select(each, target, options.provider, pool=pool, deterministic=options.deterministic)
-            for each in (*beside, problem)
-        )
+        *_, chosen = map(choose, (*beside, problem))
         return chosen
 
-    pages = _pages(options, over, choose)
+    pages = _pages(options, over, choose_with_rows)
     require_slots(pool.num_pages, pages.page_size)
     problems = pages.problems(over)
-    kinds = layer_kinds(problems, geometry, target, options.provider, pool, deterministic=options.deterministic)
+    kinds = layer_kinds(problems, geometry, choose)
     recurrent: dict[RecurrentLayer, tuple[int, ...]] = {}
     for place, layer in geometry.recurrent:
         recurrent[layer] = (*recurrent.get(layer, ()), place)
@@ -244,13 +244,7 @@ def _choice_lines(kinds: Sequence[LayerKind], about_choices: str) -> list[str]:
 
 
 def layer_kinds(
-    problems: Sequence[Problem],
-    geometry: AttentionGeometry,
-    target: Target,
-    provider: str,
-    pool: PoolSize = SMALLEST_POOL,
-    *,
-    deterministic: bool = False,
+    problems: Sequence[Problem], geometry: AttentionGeometry, choose: Callable[[Problem], Selection]
 ) -> list[LayerKind]:
     """The distinct problems among the layers of a geometry, in order, each with its selection."""
     kinds: dict[tuple[Problem, tuple[CompressedRows, ...]], list[int]] = {}
@@ -262,19 +256,17 @@ def layer_kinds(
             problem,
             tuple(places[number] for number in where),
             tuple(places[geometry.reads[number]] for number in where),
-            _outcome(problem, target, provider, pool, deterministic),
+            _outcome(problem, choose),
             compressed,
-            tuple(_outcome(rows.problem(problem), target, provider, pool, deterministic) for rows in compressed),
+            tuple(_outcome(rows.problem(problem), choose) for rows in compressed),
         )
         for (problem, compressed), where in kinds.items()
     ]
 
 
-def _outcome(
-    problem: Problem, target: Target, provider: str, pool: PoolSize, deterministic: bool
-) -> Selection | Unsupported:
+def _outcome(problem: Problem, choose: Callable[[Problem], Selection]) -> Selection | Unsupported:
     try:
-        return select(problem, target, provider, pool=pool, deterministic=deterministic)
+        return choose(problem)
     except Unsupported as unsupported:
         return unsupported
 

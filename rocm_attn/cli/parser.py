@@ -189,20 +189,10 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
         examples=_PREWARM_EXAMPLES,
     )
     arch = o.ARCH.but(help="gfx942, gfx950, sm_90, sm_80, or a GPU's name, such as mi300x (this machine's GPU)")
-    options = (
-        o.CONFIG,
-        arch,
-        o.RANKS,
-        o.PROVIDER,
-        o.DTYPE,
-        *o.KV_FORMAT,
-        *o.PAGES,
-        o.MAX_BATCH_SIZE,
-        o.MAX_KV_LEN,
-        o.NUM_PAGES,
-    )
-    served = (o.CAPTURE_SIZES, o.CAPTURE_TOKENS, o.DETERMINISTIC, o.SHARED_PREFIXES, o.DRAFTS, o.VERIFY_TOKENS)
-    add_options(parser, (*options, *served, o.JSON))
+    layers = (o.CONFIG, arch, o.RANKS, o.PROVIDER, o.DTYPE, *o.KV_FORMAT, *o.PAGES)
+    sizes = (o.MAX_BATCH_SIZE, o.MAX_KV_LEN, o.NUM_PAGES, o.CAPTURE_SIZES, o.CAPTURE_TOKENS)
+    served = (o.DETERMINISTIC, o.SHARED_PREFIXES, o.DRAFTS, o.VERIFY_TOKENS)
+    add_options(parser, (*layers, *sizes, *served, o.JSON))
     add_options(parser.add_mutually_exclusive_group(), (o.BUNDLE, o.CHECK_BUNDLE))
 
 

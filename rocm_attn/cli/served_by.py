@@ -3,8 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-from rocm_attn.cli.arguments import config_at
-from rocm_attn.cli.weights import runner_config
+from rocm_attn.cli.arguments import config_at, runner_config
 from rocm_attn.errors import BadModel, Unsupported
 
 

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -16,11 +16,9 @@ from rocm_attn.errors import BadProblem, RocmAttnError, Unsupported
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
-from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kernels import missing_kernels
 from rocm_attn.selection.pages import PageChoice
-from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
 from rocm_attn.truth.shapes import SHAPES
 
@@ -42,10 +40,8 @@ class Way:
     scales: Scales
 
     def __str__(self) -> str:
-        kept = (
-            self.encoding.value if self.encoding is KVEncoding.LIKE_Q else f"{self.encoding.value}, {self.scales.value}"
-        )
-        return f"provider {self.provider}, K and V {kept}"
+        scales = "" if self.encoding is KVEncoding.LIKE_Q else f", {self.scales.value}"
+        return f"provider {self.provider}, K and V {self.encoding.value}{scales}"
 
     def of(self, problem: Problem) -> Problem:
         """The layer with K and V kept this way. Raises BadProblem."""
@@ -57,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     device = device_named(options.device)
     target = detect_target(device)
     results, refused = [], []
-    ways = list(_ways(options.providers, options.kv_encodings))
+    ways = [Way(provider, *kept) for provider in options.providers for kept in kv_encodings(options.kv_encodings)]
     try:
         with sigterm_interrupts():
             for way in ways:
@@ -85,13 +81,6 @@ def run(options: argparse.Namespace) -> None:
         raise NeedlesMissed(f"needles were missed, or hidden ones were seen: {'; '.join(failed)}")
     if not results:
         raise NeedlesMissed("nothing could be run; choose other providers, encodings or page sizes")
-
-
-def _ways(providers: Sequence[str], encodings: Sequence[str]) -> Iterator[Way]:
-    """Yields all ways. Raises BadSetting for an encoding or scales that do not exist."""
-    for provider in providers:
-        for encoding, scales in kv_encodings(encodings):
-            yield Way(provider, encoding, scales)
 
 
 def _layers(options: argparse.Namespace, way: Way, target: Target) -> tuple[PageChoice, tuple[Problem, ...]]:
@@ -128,12 +117,8 @@ def _report(options: argparse.Namespace, way: Way, problems: Sequence[Problem], 
     gib = options.pool_gib if options.pool_gib is not None else _POOL_GIB_ON_GPU * (device.type == "cuda")
     largest = max(_side_bytes(problem) for problem in problems)
     plan = _plan(options, way, int(gib * (1 << 30)) // largest, device)
-
-    def build(layers: Sequence[Problem], runtime: RuntimeOptions) -> AttentionRuntime:
-        return build_runtime(layers, runtime, device=device)
-
-    bar = ProgressBar(sys.stderr, str(way))
-    return NeedleCheck(problems, plan, build).run(lambda done, total: bar(done, total, "steps" if done < total else ""))
+    bar, check = ProgressBar(sys.stderr, str(way)), NeedleCheck(problems, plan, partial(build_runtime, device=device))
+    return check.run(lambda done, total: bar(done, total, "steps" if done < total else ""))
 
 
 def _side_bytes(problem: Problem) -> int:

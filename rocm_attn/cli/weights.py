@@ -4,17 +4,14 @@ import argparse
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from rocm_attn.capture.step_times import NOT_COUNTED, Matrices
-from rocm_attn.cli.arguments import config_at
+from rocm_attn.cli.arguments import config_at, runner_config
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.machine.distributions import installing
 from rocm_attn.models.config import ModelConfig
-from rocm_attn.models.fields import read_json
-from rocm_attn.models.hf_config import config_from_json
 
 NOT_KNOWN = -1
 
@@ -46,13 +43,3 @@ def weights_of(options: argparse.Namespace) -> Weights:
     count = importlib.import_module(options.weights_counted_in).matrices_of
     matrices = count(config.on_one_of(options.tp), getattr(torch, options.dtype), options.tp)
     return Weights(matrices.num_bytes, f"counted from {path.name} in {options.dtype}", matrices)
-
-
-def runner_config(path: Path) -> ModelConfig:
-    """The model as the runner of rocm-serve runs it. Raises BadModel or Unsupported if it does not."""
-    if path.suffix == ".gguf":
-        from rocm_attn.models.gguf_config import config_from_gguf
-        from rocm_attn.models.gguf_file import GGUFFile
-
-        return config_from_gguf(GGUFFile(path))
-    return config_from_json(read_json(path))

@@ -73,6 +73,10 @@ class Fields:
             raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be a positive number")
         return float(value)
 
+    def positives(self, name: str) -> tuple[float, ...]:
+        """A list of numbers as positive() takes them."""
+        return tuple(Fields({name: value}, self.source).positive(name) for value in self.list(name))
+
     def flag(self, name: str, default: bool | None = None) -> bool:
         """A bool. A null is refused if an absent one means true: other readers take it for false."""
         if default and self.values.get(name, default) is None:

@@ -67,7 +67,8 @@ def falcon_h1_multipliers(fields: Fields) -> Multipliers:
 
 def _listed(fields: Fields, name: str, number: int) -> tuple[float, ...]:
     """A list of factors; 1 each if the file has none."""
-    given = fields.list(name) if fields.has(name) else [1.0] * number
-    if len(given) != number:
+    if not fields.has(name):
+        return (1.0,) * number
+    if len(given := fields.list(name)) != number:
         raise BadModel(f"config.json: {name} is {shown(given)}; it must hold {number} numbers")
-    return tuple(Fields({name: value}, fields.source).positive(name) for value in given)
+    return fields.positives(name)

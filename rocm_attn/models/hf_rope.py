@@ -188,7 +188,7 @@ def _yarn(fields: Fields, context_len: int, original_context_len: int) -> YarnSc
 
 def _longrope(fields: Fields, context_len: int, original_context_len: int) -> DivisorScaling:
     """LongRoPE with one table for every text: a text's table must not depend on other texts of the step."""
-    short, long = _divisors(fields, "short_factor"), _divisors(fields, "long_factor")
+    short, long = fields.positives("short_factor"), fields.positives("long_factor")
     factor, attention_factor = fields.positive("factor", context_len / original_context_len), 1.0
     if factor > 1.0:
         if original_context_len == 1:
@@ -203,11 +203,6 @@ def _longrope(fields: Fields, context_len: int, original_context_len: int) -> Di
             f"{attention_factor!r}"
         )
     return DivisorScaling(short, attention_factor)
-
-
-def _divisors(fields: Fields, name: str) -> tuple[float, ...]:
-    given = fields.list(name)
-    return tuple(Fields({name: value}, fields.source).positive(name) for value in given)
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -91,7 +91,6 @@ class ChunkStoringDecode(ChunkDecode):
 
     @only_launches
     def store_and_attend(self, args: AttendArgs, new: NewRows, step: StepTensors, bounds: StepBounds) -> None:
-        """See `StoringKernel.store_and_attend`."""
         self.decode.store_and_attend(self._args(args, bounds), new, step, bounds)
 
 

@@ -387,13 +387,11 @@ class Fault:
         is_fixed = self.mark in here.marks and here.aiter.bounds()[0] != here.aiter
         if is_fixed or here.is_on(self.not_with) or (self.only_with and not here.is_on(self.only_with)):
             return ""
-        return f"{self.what} ({self._where(f'; here {here.aiter}', f'; here {here.rocm}')})" * self.hits(problem, pool)
+        where = self.releases(f"; here {here.aiter}", f"; here {here.rocm}")
+        return f"{self.what} ({where})" * self.hits(problem, pool)
 
-    def releases(self) -> str:
-        """The releases that have it, in words."""
-        return self._where()
-
-    def _where(self, aiter_here: str = "", rocm_here: str = "") -> str:
+    def releases(self, aiter_here: str = "", rocm_here: str = "") -> str:
+        """The releases that have it, in words. aiter_here, rocm_here: follow those of each"""
         spans = (("AITER", self.aiter, aiter_here), ("ROCm", self.rocm, rocm_here))
         named = [f"{name} {span}{here}" for name, span, here in spans if span != EVERY_RELEASE]
         return ", ".join(named) or "every release"

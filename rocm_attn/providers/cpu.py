@@ -67,7 +67,6 @@ class CpuDecode:
         return f"cpu.decode({self.problem})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """0: it needs no workspace."""
         return 0
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:

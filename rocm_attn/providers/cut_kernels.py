@@ -85,7 +85,6 @@ class Maskable(ABC):
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        """See `BoundKernel.attend`."""
         self.attend_by(args, None)
 
     @property

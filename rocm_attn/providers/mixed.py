@@ -38,41 +38,36 @@ class TritonMixed:
         self.decode.attend(args._replace(schedule=decode), step, bounds)
 
 
-@dataclass(frozen=True, slots=True)
-class MixedAtOnce:
+class MixedAtOnce(TritonMixed):
     """Like `TritonMixed`, but in a graph both kernels run at once, as far as the GPU has room, with a workspace each.
 
     An eager step runs them in turn, because forking a stream costs the host more than it gains.
     """
 
-    in_turn: TritonMixed
-
-    @property
-    def schedule(self) -> Schedules:
-        return self.in_turn.schedule
+    __slots__ = ()
 
     def describe(self) -> str:
-        return f"{self.in_turn.describe()} at once"
+        return f"{super().describe()} at once"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        return self._words_of_extend(shape) + self.in_turn.decode.workspace_words(shape)
+        return self._words_of_extend(shape) + self.decode.workspace_words(shape)
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         if not is_capturing(args.q.device):
-            self.in_turn.attend(args, step, bounds)
+            super().attend(args, step, bounds)
             return
         schedules = self.schedule.split(bounds.shape, args.schedule)
         words = self._words_of_extend(bounds.shape)
         extend = args._replace(schedule=schedules[0], workspace=args.workspace[:words])
         decode = args._replace(schedule=schedules[1], workspace=args.workspace[words:])
         _side_stream(args.q.device).run_both(
-            here=lambda: self.in_turn.extend.attend(extend, step, bounds),
-            aside=lambda: self.in_turn.decode.attend(decode, step, bounds),
+            here=lambda: self.extend.attend(extend, step, bounds),
+            aside=lambda: self.decode.attend(decode, step, bounds),
         )
 
     def _words_of_extend(self, shape: PaddedShape) -> int:
-        return whole_units(self.in_turn.extend.workspace_words(shape))
+        return whole_units(self.extend.workspace_words(shape))
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -95,7 +95,6 @@ class TorchKernel(ABC):
         return f"{self.name}({self.problem})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """0: it needs no workspace."""
         return 0
 
     @abstractmethod

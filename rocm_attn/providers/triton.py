@@ -6,10 +6,8 @@ from typing import Any, Protocol
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
-from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTiles, ExtendTileChoice, ExtendTiles
@@ -46,7 +44,7 @@ from rocm_attn.providers.tiles import (
     extend_cut,
 )
 from rocm_attn.providers.triton_entries import (
-    ARCHS,
+    LIMITS,
     Ranged,
     deterministic_entry,
     of_ranges_alone,
@@ -58,26 +56,8 @@ from rocm_attn.providers.triton_entries import (
 )
 from rocm_attn.providers.triton_later import triton_launches
 
-_LIMITS = Limits(
-    archs=ARCHS,
-    dtypes=limits.DTYPES,
-    head_dim=(1, limits.MAX_HEAD_DIM),
-    v_head_dim=(1, limits.MAX_HEAD_DIM),
-    page_size=(1, limits.MAX_PAGE_SIZE),
-    max_gqa_ratio=limits.MAX_GQA_RATIO,
-    window=True,
-    soft_cap=True,
-    sinks=True,
-    alibi=True,
-    non_causal=True,
-    page_strides=True,
-    short_kv=True,
-    encodings=tuple(KVEncoding),
-    scales=SCALES_BESIDE_ROWS,
-)
-
 # Kernels that read ranges of keys serve chunks and two-sided windows, too.
-_RANGED_LIMITS = replace(_LIMITS, ranges=True)
+_RANGED_LIMITS = replace(LIMITS, ranges=True)
 
 # Keys of windows whose rows are not shared out: sharing costs more than such short rows gain. Windows of 128, 64 x 8
 # heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Windows of 512, 64 x 8 of 96, 30 x
@@ -140,7 +120,6 @@ class TritonStoringDecode(TritonDecode):
 
     @only_launches
     def store_and_attend(self, args: AttendArgs, new: NewRows, step: StepTensors, bounds: StepBounds) -> None:
-        """See `StoringKernel.store_and_attend`."""
         num_seqs = args.queries.num_seqs
         cut, tiles = self.cut.of_step(num_seqs), self.tiles_of(num_seqs)
         triton_launches.launch_storing_decode(args, new, scores=self.scores, cut=cut, tiles=tiles)
@@ -194,8 +173,8 @@ def _mixed_entry(name: str, limits: Limits, decode: Bind, extend: _BindExtend, *
     """Returns a row of what binds both for one step."""
 
     def bind(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-        mixed = TritonMixed(decode(problem, target, pool), extend(problem, target, pool, min_q_len=2))
-        return MixedAtOnce(mixed) if target.runs_at_once else mixed
+        kernels = decode(problem, target, pool), extend(problem, target, pool, min_q_len=2)
+        return MixedAtOnce(*kernels) if target.runs_at_once else TritonMixed(*kernels)
 
     return triton_entry(name, StepKind.MIXED, limits, bind, **more)
 
@@ -230,7 +209,7 @@ def _bind_ranges(problem: Problem, target: Target, pool: PoolSize, min_q_len: in
 
 
 def _bind_ranges_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
-    hopper = triton_hopper.bind_ranges(problem, target, min_q_len)
+    hopper = triton_hopper.bind_extend(problem, target, pool, min_q_len)
     return _by_ranges(problem, target, lambda tiles: hopper, min_q_len)
 
 
@@ -251,7 +230,7 @@ def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
 
 
 def _bind_masked_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    hopper = triton_hopper.bind_ranges(problem, target)
+    hopper = triton_hopper.bind_extend(problem, target, pool)
     return _by_cells(problem, target, lambda tiles: hopper)
 
 
@@ -347,7 +326,7 @@ def _prompts(bind_extend: Bind) -> Bind:
 def _bind_hopper_segments(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     """Like `_bind_extend_hopper`, but deterministic."""
     hopper = triton_hopper.bind_segment_extend(problem, target, min_q_len)
-    return triton_segments.extend_by_tokens(problem, target, min_q_len, hopper)
+    return triton_segments.bind_extend(problem, target, pool, min_q_len, hopper)
 
 
 def _bind_hopper_segment_prompts(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
@@ -357,13 +336,14 @@ def _bind_hopper_segment_prompts(problem: Problem, target: Target, pool: PoolSiz
 def _bind_hopper_segment_ranges(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     """Like `_bind_ranges_hopper`, but deterministic."""
     few = triton_segments.masked_extend(problem, target, min_q_len)
-    hopper = triton_hopper.bind_segment_ranges(problem, target, min_q_len)
+    hopper = triton_hopper.bind_segment_extend(problem, target, min_q_len, ranged=True)
     return _of_few_segments(few, Ranged(hopper, problem.visibility))
 
 
 def _bind_hopper_segment_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     """Like `_bind_masked_hopper`, but deterministic."""
-    few, hopper = triton_segments.masked_extend(problem, target), triton_hopper.bind_segment_ranges(problem, target)
+    few = triton_segments.masked_extend(problem, target)
+    hopper = triton_hopper.bind_segment_extend(problem, target, ranged=True)
     return _of_few_segments(few, with_and_without_cells(problem, hopper, few))
 
 
@@ -375,7 +355,7 @@ def _of_few_segments(few: triton_segments.SegmentExtend, other: BoundKernel) -> 
 
 def _chunk_entries() -> Iterator[KernelEntry]:
     """Decode in layers with chunks, and mixed steps with it; chunks that are no whole pages are extend's alone."""
-    plain, cdna = of_ranges_alone(_LIMITS), of_ranges_alone(triton_cdna.LIMITS)
+    plain, cdna = of_ranges_alone(LIMITS), of_ranges_alone(triton_cdna.LIMITS)
     hopper, segments = of_ranges_alone(triton_hopper.LIMITS), of_ranges_alone(triton_hopper.RANGED_SEGMENT_LIMITS)
     decode, cdna_decode = of_chunks(_bind_decode), of_chunks(triton_cdna.bind_decode)
     alone = of_chunks(_bind_decode_alone)
@@ -399,17 +379,17 @@ TRITON = Provider(
     entries=(
         triton_entry("cdna_decode", StepKind.DECODE, triton_cdna.LIMITS, triton_cdna.bind_decode, is_probed=True),
         triton_entry("hopper_decode", StepKind.DECODE, triton_hopper.DECODE_LIMITS, triton_hopper.bind_extend),
-        triton_entry("decode", StepKind.DECODE, _LIMITS, _bind_decode_alone),
+        triton_entry("decode", StepKind.DECODE, LIMITS, _bind_decode_alone),
         triton_entry("hopper_extend", StepKind.EXTEND, triton_hopper.LIMITS, _bind_extend_hopper),
         triton_entry("cdna_extend", StepKind.EXTEND, triton_cdna.EXTEND_LIMITS, _bind_extend_cdna, is_probed=True),
-        triton_entry("extend", StepKind.EXTEND, _LIMITS, _bind_extend),
+        triton_entry("extend", StepKind.EXTEND, LIMITS, _bind_extend),
         triton_entry(
             "hopper_prefill",
             StepKind.PREFILL,
             triton_prefill.limits_of_prompts(triton_hopper.LIMITS),
             _prompts(_bind_extend_hopper),
         ),
-        triton_entry("prefill", StepKind.PREFILL, triton_prefill.limits_of_prompts(_LIMITS), _prompts(_bind_extend)),
+        triton_entry("prefill", StepKind.PREFILL, triton_prefill.limits_of_prompts(LIMITS), _prompts(_bind_extend)),
         _mixed_entry("hopper_extend+decode", triton_hopper.LIMITS, _bind_decode, _bind_extend_hopper),
         _mixed_entry(
             "cdna_extend+cdna_decode",
@@ -420,22 +400,16 @@ TRITON = Provider(
         ),
         _mixed_entry("cdna_extend+decode", triton_cdna.EXTEND_LIMITS, _bind_decode, _bind_extend_cdna, is_probed=True),
         _mixed_entry("extend+cdna_decode", triton_cdna.LIMITS, triton_cdna.bind_decode, _bind_extend, is_probed=True),
-        _mixed_entry("extend+decode", _LIMITS, _bind_decode, _bind_extend),
-        triton_entry(
-            "hopper_masked",
-            StepKind.MASKED,
-            triton_hopper.RANGED_LIMITS,
-            _bind_masked_hopper,
-            Need.MASK,
-        ),
+        _mixed_entry("extend+decode", LIMITS, _bind_decode, _bind_extend),
+        triton_entry("hopper_masked", StepKind.MASKED, triton_hopper.RANGED_LIMITS, _bind_masked_hopper, Need.MASK),
         triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
         shared_entry("hopper_shared_prefix", triton_hopper.LIMITS, _bind_extend_hopper, _bind_decode),
-        shared_entry("shared_prefix", _LIMITS, _bind_extend, _bind_decode),
-        deterministic_entry("segment_decode", StepKind.DECODE, _LIMITS, triton_segments.bind_decode),
+        shared_entry("shared_prefix", LIMITS, _bind_extend, _bind_decode),
+        deterministic_entry("segment_decode", StepKind.DECODE, LIMITS, triton_segments.bind_decode),
         deterministic_entry(
             "hopper_segment_extend", StepKind.EXTEND, triton_hopper.SEGMENT_LIMITS, _bind_hopper_segments
         ),
-        deterministic_entry("segment_extend", StepKind.EXTEND, _LIMITS, triton_segments.bind_extend),
+        deterministic_entry("segment_extend", StepKind.EXTEND, LIMITS, triton_segments.bind_extend),
         deterministic_entry(
             "hopper_segment_prefill",
             StepKind.PREFILL,
@@ -460,7 +434,7 @@ TRITON = Provider(
         deterministic_entry("segment_masked", StepKind.MASKED, _RANGED_LIMITS, triton_segments.bind_masked, Need.MASK),
         _mixed_entry(
             "segment_extend+decode",
-            _LIMITS,
+            LIMITS,
             triton_segments.bind_decode,
             triton_segments.bind_extend,
             batch_invariant=True,
@@ -474,7 +448,7 @@ TRITON = Provider(
             triton_hopper.RANGED_LIMITS,
             kinds=(StepKind.EXTEND, StepKind.MIXED),
         ),
-        *range_entries("ranges", _bind_ranges, _LIMITS),
+        *range_entries("ranges", _bind_ranges, LIMITS),
         *range_entries(
             "hopper_segment_ranges",
             _bind_hopper_segment_ranges,
@@ -482,7 +456,7 @@ TRITON = Provider(
             kinds=(StepKind.EXTEND, StepKind.MIXED),
             batch_invariant=True,
         ),
-        *range_entries("segment_ranges", triton_segments.bind_masked, _LIMITS, batch_invariant=True),
+        *range_entries("segment_ranges", triton_segments.bind_masked, LIMITS, batch_invariant=True),
     ),
     ops=triton_ops,
 )

@@ -59,27 +59,20 @@ LIMITS = Limits(
     tritons=TRITONS,
 )
 
-EXTEND_LIMITS = Limits(
+# A block of keys lies in whole pages, or in one. Smaller pages than decode's were not tested.
+EXTEND_LIMITS = replace(
+    LIMITS,
     archs=EXTEND_ARCHS,
-    dtypes=(torch.bfloat16, torch.float16),
     head_dim=(64, 192),
     v_head_dim=(64, 128),
     exact_dims=tuple(EXTEND_HEADS),
-    # A block of keys lies in whole pages, or in one. Smaller pages were not tested.
-    page_size=(16, limits.MAX_PAGE_SIZE),
-    page_sizes=(16, 32, 64, 128),
-    encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ),
     scales=(Scales.NONE, Scales.LAYER, Scales.HEAD),
     max_gqa_ratio=limits.MAX_GQA_RATIO,
-    window=True,
+    soft_cap=False,
+    sinks=False,
     # By clocks (docs/cycles.md) whole blocks take 0.57 of the plain kernel's time. Those at a window's two edges, up to
     # four in 512 keys, take about as long as there.
     least_window=512,
-    non_causal=True,
-    short_kv=True,
-    page_strides=True,
-    aligned_rows=True,
-    tritons=TRITONS,
 )
 
 # Decode for CDNA serves the other sequences of mixed steps.
@@ -87,7 +80,6 @@ MIXED_LIMITS = replace(
     EXTEND_LIMITS,
     head_dim=(64, 128),
     exact_dims=((64, 64), (128, 128)),
-    encodings=LIMITS.encodings,
     max_gqa_ratio=LIMITS.max_gqa_ratio,
 )
 

@@ -9,12 +9,14 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import Sequences
 from rocm_attn.kernels.attention.scores import Visibility
+from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.problem import Problem
+from rocm_attn.problem import KVEncoding, Problem
 from rocm_attn.providers.contract import Bind, BoundKernel, Fault, KernelEntry, Limits, StepBounds
 from rocm_attn.providers.cut_kernels import Maskable, MaskableExtend
 from rocm_attn.providers.launches import StepOps
@@ -25,6 +27,24 @@ from rocm_attn.providers.shared_prefix import bind_shared, limits_of_shared_pref
 from rocm_attn.providers.triton_later import triton_launches
 
 ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
+# The limits of kernels over K and V pages; those over other pages change some.
+LIMITS = Limits(
+    archs=ARCHS,
+    dtypes=limits.DTYPES,
+    head_dim=(1, limits.MAX_HEAD_DIM),
+    v_head_dim=(1, limits.MAX_HEAD_DIM),
+    page_size=(1, limits.MAX_PAGE_SIZE),
+    max_gqa_ratio=limits.MAX_GQA_RATIO,
+    window=True,
+    soft_cap=True,
+    sinks=True,
+    alibi=True,
+    non_causal=True,
+    page_strides=True,
+    short_kv=True,
+    encodings=tuple(KVEncoding),
+    scales=SCALES_BESIDE_ROWS,
+)
 
 # tl.dot of Triton 3.6 to 3.9's interpreter, which keeps bfloat16 in NumPy's uint16.
 INTERPRETED_BFLOAT16 = Fault(

@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, ExtendCut
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
-from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.hopper import releases
 from rocm_attn.kernels.tuning.hopper_tiles import (
     CODED_SEGMENT_DIMS,
@@ -20,10 +18,11 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.contract import Limits, PoolSize
+from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.cut_kernels import MaskableExtend
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import extend_cut, hopper_tiles_of
+from rocm_attn.providers.triton_entries import LIMITS as ANY_LIMITS
 from rocm_attn.providers.triton_later import hopper_launches
 
 # For smaller heads the columns of zeros cost more than the kernel gains. 48 x 4 heads of 24, 7 x 707..1299 new of as
@@ -32,30 +31,25 @@ MIN_HEAD_DIM = 40
 
 TRITONS = tuple(map(Release.of, releases.TRITONS))
 
-LIMITS = Limits(
+LIMITS = replace(
+    ANY_LIMITS,
     archs=("sm_90",),
     dtypes=(torch.bfloat16, torch.float16),
     head_dim=(MIN_HEAD_DIM, max(HEAD_DIMS)),
     v_head_dim=(MIN_HEAD_DIM, max(HEAD_DIMS)),
     # Rows of K and V begin at addresses that TMA and 16-byte copies support.
     dim_step=8,
-    page_size=(1, limits.MAX_PAGE_SIZE),
-    max_gqa_ratio=limits.MAX_GQA_RATIO,
-    window=True,
     # A step of 128 keys is long for a short window. 4096 new, windows of 256 and 512: 64 x 8 heads of 64 take 102
     # and 138 us, the plain kernel 95 and 145; 32 x 8 of 96 67 and 85, 63 and 96; 40 x 8 of 128 98 and 121, 98 and 143;
     # 16 x 8 of 256 70 and 94, 76 and 118. Deterministic, of 512: 150 and 182, 108 and 113, 114 and 137 (32 x 16), 116
     # and 205 (H200).
     least_window=512,
-    soft_cap=True,
-    sinks=True,
-    non_causal=True,
-    short_kv=True,
+    alibi=False,
+    page_strides=False,
     # In dense pages all rows begin at such addresses if these do: see dim_step.
     aligned_sides=True,
     even_slots=True,
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E5M2),
-    scales=SCALES_BESIDE_ROWS,
     # TMA steps from head to head by multiples of 16 bytes.
     coded_dim_step=16,
     # TMA swizzles eight rows at a time, and codes are not gathered.
@@ -103,19 +97,9 @@ class HopperExtend(MaskableExtend[HopperTiles]):
 
 
 def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> HopperExtend:
-    """Binds extend for a problem within LIMITS, and sequences with min_q_len new tokens or more."""
-    tiles = _tiles(problem, target, min_q_len)
+    """Binds extend for a problem within RANGED_LIMITS, and sequences with min_q_len new tokens or more."""
+    tiles = _launched_early(hopper_tiles_of(problem, target), min_q_len)
     return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
-
-
-def bind_ranges(problem: Problem, target: Target, min_q_len: int = 1) -> HopperExtend:
-    """Binds extend of tokens that each see a range of keys, for a problem within RANGED_LIMITS."""
-    tiles = _tiles(problem, target, min_q_len)
-    return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
-
-
-def _tiles(problem: Problem, target: Target, min_q_len: int) -> HopperTiles:
-    return _launched_early(hopper_tiles_of(problem, target), min_q_len)
 
 
 def _launched_early(tiles: HopperTiles, min_q_len: int) -> HopperTiles:
@@ -137,18 +121,13 @@ def filled(extend: HopperExtend, target: Target) -> HopperExtend:
     return replace(extend, tiles=tiles, cut=_cut(extend.problem, target, tiles, extend.cut.min_q_len))
 
 
-def bind_segment_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
-    """Binds deterministic extend for a problem within SEGMENT_LIMITS. Programs share rows by whole segments."""
-    return _segment_extend(problem, target, min_q_len, split_keys=256)
+def bind_segment_extend(problem: Problem, target: Target, min_q_len: int = 1, *, ranged: bool = False) -> HopperExtend:
+    """Binds deterministic extend for a problem within SEGMENT_LIMITS. Programs share rows by whole segments.
 
-
-def bind_segment_ranges(problem: Problem, target: Target, min_q_len: int = 1) -> HopperExtend:
-    """Binds deterministic extend of tokens that each see a range of keys, within RANGED_SEGMENT_LIMITS."""
+    ranged: whether tokens each see a range of keys, within RANGED_SEGMENT_LIMITS
+    """
     # A span may reach any number of segments beyond the keys that shares are cut by, and each would take a part.
-    return _segment_extend(problem, target, min_q_len, split_keys=NEVER_SPLIT)
-
-
-def _segment_extend(problem: Problem, target: Target, min_q_len: int, split_keys: int) -> HopperExtend:
+    split_keys = NEVER_SPLIT if ranged else 256
     coded = problem.kv_encoding is not KVEncoding.LIKE_Q
     tiles = hopper_segment_tiles(problem.head_dim, problem.v_head_dim, problem.page_size, coded=coded)
     tiles = _launched_early(tiles, min_q_len)

@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
-from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.latent import limits
 from rocm_attn.kernels.latent.cuts import latent_extend_cut
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles, latent_segment_tiles
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, PoolKind, Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers import triton_cdna_latent, triton_hopper_latent
-from rocm_attn.providers.contract import Bind, BoundKernel, Limits, PoolSize, StepBounds
+from rocm_attn.providers.contract import Bind, BoundKernel, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutSegmentDecode, Maskable, MaskableExtend
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.scores import scores_of
@@ -30,7 +29,7 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of_table,
 )
 from rocm_attn.providers.triton_entries import (
-    ARCHS,
+    LIMITS,
     Ranged,
     deterministic_entry,
     range_entries,
@@ -40,22 +39,14 @@ from rocm_attn.providers.triton_entries import (
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode, bind_latent_decode
 from rocm_attn.providers.triton_later import triton_launches
 
-_LIMITS = Limits(
-    archs=ARCHS,
-    dtypes=limits.DTYPES,
+_LIMITS = replace(
+    LIMITS,
     head_dim=(1, limits.MAX_HEAD_DIM),
     v_head_dim=(1, limits.MAX_V_HEAD_DIM),
     page_size=(1, limits.MAX_PAGE_SIZE),
     max_gqa_ratio=limits.MAX_HEADS,
-    window=True,
-    soft_cap=True,
-    sinks=True,
+    alibi=False,
     pools=(PoolKind.LATENT,),
-    encodings=tuple(KVEncoding),
-    scales=SCALES_BESIDE_ROWS,
-    non_causal=True,
-    page_strides=True,
-    short_kv=True,
 )
 _RANGED_LIMITS = replace(_LIMITS, ranges=True)
 
@@ -114,18 +105,12 @@ class LatentSegmentExtend(MaskableExtend[LatentSegmentTiles]):
         )
 
 
-def _decode(problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
-    tiles = latent_decode_tiles_of_table(problem, target, most)
-    return _decode_in(tiles, problem, target, fewest=fewest, most=most)
-
-
-def _decode_in(tiles: LatentTiles, problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
+def _decode(tiles: LatentTiles, problem: Problem, target: Target, *, fewest: int, most: int) -> LatentDecode:
     cut = cut_of_latents(tiles, problem, target, fewest=fewest, most=most)
     return LatentDecode(problem, scores_of(problem), tiles, cut)
 
 
-def _extend(problem: Problem, target: Target, *, min_q_len: int) -> LatentExtend:
-    tiles = latent_extend_tiles_of(problem, target)
+def _extend(tiles: LatentTiles, problem: Problem, *, min_q_len: int) -> LatentExtend:
     cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len, causal=problem.causal)
     return LatentExtend(problem, scores_of(problem), tiles, cut)
 
@@ -135,26 +120,23 @@ def _dims(problem: Problem) -> tuple[int, int]:
 
 
 def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentDecode:
-    return _decode_in(latent_decode_tiles_of(problem, target), problem, target, fewest=1, most=1)
+    return _decode(latent_decode_tiles_of(problem, target), problem, target, fewest=1, most=1)
 
 
-def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    return _with_longer(_decode(problem, target, fewest=1, most=limits.MOST_SPLIT_TOKENS), target)
+def _bind_extend(problem: Problem, target: Target, pool: PoolSize, fewest: int = 1) -> TritonMixed:
+    """Binds extend for sequences with fewest new tokens or more."""
+    most = limits.MOST_SPLIT_TOKENS
+    few = _decode(latent_decode_tiles_of_table(problem, target, most), problem, target, fewest=fewest, most=most)
+    return TritonMixed(few, _extend(latent_extend_tiles_of(problem, target), problem, min_q_len=most + 1))
 
 
 def _mixed(bind_decode: Bind) -> Bind:
     """Returns what binds decode with kernels for the sequences that have more new tokens."""
 
     def bind(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-        few = _decode(problem, target, fewest=2, most=limits.MOST_SPLIT_TOKENS)
-        return TritonMixed(bind_decode(problem, target, pool), _with_longer(few, target))
+        return TritonMixed(bind_decode(problem, target, pool), _bind_extend(problem, target, pool, fewest=2))
 
     return bind
-
-
-def _with_longer(few: LatentDecode, target: Target) -> TritonMixed:
-    """Combines few with extend for the sequences that have more new tokens than few serves."""
-    return TritonMixed(few, _extend(few.problem, target, min_q_len=limits.MOST_SPLIT_TOKENS + 1))
 
 
 def _bind_decode_hopper(problem: Problem, target: Target, pool: PoolSize) -> HopperLatentDecode:
@@ -174,19 +156,13 @@ def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> Boun
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
     most, seen = limits.MOST_SPLIT_TOKENS, problem.visibility
+    extend_tiles = latent_extend_tiles_of_table(problem, target).of_masked_steps()
     if seen.windowed:
         # Keys are split by the window of a sequence's last tokens, and the window of a draft may begin before it.
-        return Ranged(_masked_extend(problem, target, min_q_len=1), seen)
+        return Ranged(_extend(extend_tiles, problem, min_q_len=1), seen)
     few_tiles = latent_decode_tiles_of_table(problem, target, most).of_few_masked_tokens(target.arch)
-    few = _decode_in(few_tiles, problem, target, fewest=1, most=most)
-    return TritonMixed(Ranged(few, seen), Ranged(_masked_extend(problem, target, min_q_len=most + 1), seen))
-
-
-def _masked_extend(problem: Problem, target: Target, min_q_len: int) -> LatentExtend:
-    """Extend of masked steps, for sequences with min_q_len new tokens or more."""
-    tiles = latent_extend_tiles_of_table(problem, target).of_masked_steps()
-    cut = latent_extend_cut(tiles, num_heads=problem.num_q_heads, min_q_len=min_q_len, causal=problem.causal)
-    return LatentExtend(problem, scores_of(problem), tiles, cut)
+    few = _decode(few_tiles, problem, target, fewest=1, most=most)
+    return TritonMixed(Ranged(few, seen), Ranged(_extend(extend_tiles, problem, min_q_len=most + 1), seen))
 
 
 def _bind_segment_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentDecode:

@@ -104,12 +104,9 @@ def bind_chunk_decode(problem: Problem, target: Target, pool: PoolSize) -> Bound
     return of_chunks(bind_decode)(problem, target, pool)
 
 
-def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
-    """Binds deterministic extend of sequences with min_q_len new tokens or more. Raises NoTiles."""
-    return extend_by_tokens(problem, target, min_q_len, None)
-
-
-def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: BoundKernel | None) -> BoundKernel:
+def bind_extend(
+    problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1, of_long: BoundKernel | None = None
+) -> BoundKernel:
     """Binds deterministic extend of sequences with min_q_len new tokens or more. Raises NoTiles.
 
     of_long: the kernel of steps whose sequences have more than few tokens; None: this provider's own tiles. If it

@@ -255,17 +255,17 @@ class StepBuffers:
         elements = needed if spec.exact else self._guards.capacity.allocated(needed)
         return torch.full((elements,), spec.pad, dtype=spec.dtype, device=self._device)
 
-    def view(self, name: str, elements: int, first: int = 0) -> Tensor:
-        """A view of a buffer's elements, from `first` on. Raises NeverFits past its end."""
-        return self._guards.capacity.view(name, self._tensors[name], first, elements)
-
     def step_view(self, name: str, shape: PaddedShape, child: int = 0) -> Tensor:
-        """The part of a buffer that a child of a step of this shape uses; empty for a buffer that no kernel needs."""
+        """The part of a buffer that a child of a step of this shape uses; empty for a buffer that no kernel needs.
+
+        Raises NeverFits past the buffer's end.
+        """
         spec = self._specs.get(name)
         if spec is None:
             return self._nothing
         elements = spec.elements(shape.child)
-        return self.view(name, elements, self._guards.first_of_child(spec.part_of(shape, child), elements))
+        first = self._guards.first_of_child(spec.part_of(shape, child), elements)
+        return self._guards.capacity.view(name, self._tensors[name], first, elements)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Name -> whole buffer, for fingerprints and poison tests."""

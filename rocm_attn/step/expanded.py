@@ -96,15 +96,13 @@ class ExpandedPrefill:
                 "layer absorbed in this step"
             )
         num_tokens = int(batch.q_len.sum())
-        dims = {"q": (q, 3), "latents": (latents, 2)}
-        for name, (tensor, dim) in dims.items():
+        for name, tensor, dim in (("q", q, 3), ("latents", latents, 2)):
             require_tensor(name, tensor)
             if tensor.dim() != dim or tensor.shape[0] != num_tokens:
                 raise BadTensor(
                     f"{name} has shape {list(tensor.shape)}; its {dim} dimensions must begin with the step's "
                     f"{num_tokens} tokens, without padded ones"
                 )
-        for name, tensor in (("q", q), ("latents", latents)):
             if tensor.device != self.table.device:
                 raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self.table.device}")
         chunk_tokens = whole_number("chunk_tokens", chunk_tokens)

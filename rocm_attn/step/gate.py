@@ -372,19 +372,6 @@ class StepGate:
             self._staged = step._replace(change=now)
         return changed
 
-    def resume(self, step: RanStep) -> RanStep:
-        """Makes AGAIN run this step for the rows of the one that was staged last, with later tokens: move_on().
-
-        The device has these rows among the step's inputs. Returns the step that AGAIN runs. Raises WrongState.
-        """
-        last = self._ran()
-        if last is None:
-            raise WrongState("no step whose rows can continue was staged; stage one first")
-        self._moves_on = True
-        self._require_rows(last, "the step cannot run again", last.batch.rows)
-        self._staged = ran = step._replace(batch=last.batch, change=last.change)
-        return ran
-
     def _require_rows(self, step: RanStep, refused: str, rows: Int32Array, *, staying: int = 0) -> None:
         """Raises WrongState if one of these rows of a step was freed, cut, forked or kept since that step was staged.
 
@@ -397,12 +384,16 @@ class StepGate:
                 )
 
     def before_paths(self, num_paths: int, seqs: Integers | None) -> Tensor:
-        """Does the same as before_move() for accepted paths, and returns their rows, int32 [num_paths] on the device.
+        """Checks that the last verify step may move these accepted drafts, once.
 
-        seqs: see AttentionRuntime.move_accepted
+        Returns their rows, int32 [num_paths] on the device. seqs: see AttentionRuntime.move_accepted
         Raises WrongState, BadBatch.
         """
-        step = self._verified()
+        step = self._ran()
+        if step is None or not self._may_move or step.batch.mask is NO_MASK:
+            raise WrongState(
+                "the last step has stored no trees of drafts, or they were moved already; move once per step"
+            )
         batch, with_pads = step.batch, step.inputs.row_of_seq
         if seqs is None and len(step.children) == 1 and num_paths == len(with_pads):
             self._allow_move(step, batch.rows)
@@ -417,20 +408,6 @@ class StepGate:
         rows = batch.rows[places]
         self._allow_move(step, rows)
         return torch.from_numpy(rows).to(self.device)
-
-    def before_move(self) -> None:
-        """Checks that the last verify step may move its accepted drafts, once. Raises WrongState, BadBatch."""
-        step = self._verified()
-        self._allow_move(step, step.batch.rows)
-
-    def _verified(self) -> RanStep:
-        """Returns the last step, whose accepted drafts were not moved yet. Raises WrongState."""
-        step = self._ran()
-        if step is None or not self._may_move or step.batch.mask is NO_MASK:
-            raise WrongState(
-                "the last step has stored no trees of drafts, or they were moved already; move once per step"
-            )
-        return step
 
     def _allow_move(self, step: RanStep, rows: Int32Array) -> None:
         # The first node of a tree is accepted in place.

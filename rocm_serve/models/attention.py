@@ -60,10 +60,8 @@ class OverHeads:
         else:
             attention.rope_queries(self.number, q, q, self.work)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if isinstance(heads.indexer, AllKeys):
-            attention.attend(self.number, q, out)
-        else:
-            attention.attend_selected(self.number, q, out)
+        attend = attention.attend if isinstance(heads.indexer, AllKeys) else attention.attend_selected
+        attend(self.number, q, out)
         if gates is not None:
             attention.finish(self.number, out, gate=gates)
         return out.flatten(1)
@@ -124,10 +122,8 @@ class OverLatentRows:
             rows[..., latent_dim:] = q_rope
             attention.rope_and_store(self.number, rows, row, latent, rows, self.work)
         q, out = rows, torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
-        if isinstance(heads.indexer, AllKeys):
-            attention.attend(self.number, q, out)
-        else:
-            attention.attend_selected(self.number, q, out)
+        attend = attention.attend if isinstance(heads.indexer, AllKeys) else attention.attend_selected
+        attend(self.number, q, out)
         return linears.of_heads(out, weights.absorbed_v).flatten(1)
 
     def _select(

@@ -42,7 +42,6 @@ class ScaledTensors:
         self._whole, self._factors, self._shapes = whole, factors, whole.shapes()
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Like TensorSource.shapes."""
         return self._shapes
 
     def read(self, name: str, *where: slice) -> Tensor:
@@ -109,7 +108,10 @@ def load_model(
 def open_model(path: str | Path) -> ModelFiles:
     """Opens the model at `path` without its weights; see load_model. Raises BadModel."""
     place = find_model(path)
-    return _open_directory(place) if place.is_dir() else _open_gguf(place)
+    if place.is_dir():
+        return _open_directory(place)
+    file = GGUFFile(place)
+    return ModelFiles(config_from_gguf(file), file, _tokenizer_of_gguf(file))
 
 
 def default_dtype(path: str | Path, device_type: str) -> torch.dtype:
@@ -130,11 +132,6 @@ def load_tokenizer(place: Path) -> Tokenizer | None:
     if place.is_dir():
         return _tokenizer_of_directory(place, _options_of_tokenizer(place))
     return _tokenizer_of_gguf(GGUFFile(place))
-
-
-def _open_gguf(path: Path) -> ModelFiles:
-    file = GGUFFile(path)
-    return ModelFiles(config_from_gguf(file), file, _tokenizer_of_gguf(file))
 
 
 def _open_directory(directory: Path) -> ModelFiles:

@@ -131,8 +131,10 @@ class Model:
 
     def logits_of_normed(self, last: Tensor) -> Tensor:
         """[n, vocab]: logits of rows returned by normed()."""
-        factor, linears = self.config.multipliers.head, self._arithmetic.linears
-        own = self._capped(linears.linear(last if factor == 1.0 else last * factor, self.weights.head))
+        factor, cap = self.config.multipliers.head, self.config.logits_soft_cap
+        own = self._arithmetic.linears.linear(last if factor == 1.0 else last * factor, self.weights.head)
+        if cap:
+            own = (own / cap).tanh() * cap
         return self._ranks.gathered(own)[:, : self.config.vocab_size]  # all ranks pick from the same bits
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -150,7 +152,3 @@ class Model:
         projected = self._arithmetic.linears.linear(embedded, weights.projection) * self.config.hidden_size**-0.5
         both = self._arithmetic.norm(projected.view(shape), weights.norm) + rows
         return both * math.sqrt(0.5)
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        cap = self.config.logits_soft_cap
-        return (logits / cap).tanh() * cap if cap else logits

@@ -130,10 +130,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     return reader.shapes
 
 
-def layer_shapes(config: ModelConfig, number: int, width: int) -> dict[str, Shape]:
-    """Likewise, of the tensors of one layer. width: see read_layer"""
+def layer_shapes(config: ModelConfig, width: int) -> dict[str, Shape]:
+    """Likewise, of the tensors of the first layer. width: see read_layer"""
     reader = ShapesOfReads(_MOST_TENSORS)
-    read_layer(reader, config, number, WHOLE, width)
+    read_layer(reader, config, 0, WHOLE, width)
     return reader.shapes
 
 

@@ -57,8 +57,7 @@ def build_app(
     """Builds the ASGI application of a server."""
     app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None, redirect_slashes=False)
     routes = BodyRoutes(app)
-    _add_status(app, generations, model, observers.health)
-    _add_truth(app, truth)
+    _add_status(app, generations, model, observers.health, truth)
     _add_generation(routes, generations, model)
     add_text_routes(app, routes, generations, model)
     _add_errors(app, generations)
@@ -66,16 +65,14 @@ def build_app(
     return ServerGate(routes, generations, keys, observers, model.options)
 
 
-def _add_status(app: FastAPI, generations: Generations, model: ServedModel, health: Health) -> None:
+def _add_status(app: FastAPI, generations: Generations, model: ServedModel, health: Health, truth: TruthProbe) -> None:
     scrape = Scrape(generations, model.name, health)
 
     @app.get("/health")
     async def server_health() -> Response:
         """Returns 200 if the server is well, and 503 with the reason if the engine has ended or the server fails."""
         generations.front.check()
-        if health.trouble:
-            return _failing(health)
-        return JSONResponse({"status": "ok"})
+        return _failing(health) if health.trouble else JSONResponse({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -84,9 +81,7 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel, heal
         if generations.jobs.is_draining:
             note_error(503, "draining", "the server is shutting down")
             return JSONResponse({"status": "draining"}, 503)
-        if health.trouble:
-            return _failing(health)
-        return JSONResponse({"status": "ready"})
+        return _failing(health) if health.trouble else JSONResponse({"status": "ready"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -104,13 +99,6 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel, heal
         model.require(name)
         return JSONResponse(model.card)
 
-
-def _failing(health: Health) -> Response:
-    note_error(503, "failing", health.trouble)
-    return JSONResponse({"status": "failing", "reason": health.trouble}, 503)
-
-
-def _add_truth(app: FastAPI, truth: TruthProbe) -> None:
     @app.get("/health/truth")
     async def layers_truth() -> Response:
         """Returns the truth probe's verdict on each layer, with 503 if any is wrong."""
@@ -120,6 +108,11 @@ def _add_truth(app: FastAPI, truth: TruthProbe) -> None:
             note_error(503, "wrong", verdict.sentence)
             return JSONResponse(content, 503)
         return JSONResponse(content)
+
+
+def _failing(health: Health) -> Response:
+    note_error(503, "failing", health.trouble)
+    return JSONResponse({"status": "failing", "reason": health.trouble}, 503)
 
 
 def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedModel) -> None:

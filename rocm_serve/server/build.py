@@ -17,14 +17,10 @@ _DISTRIBUTIONS = {
 def build_facts(arch: str) -> dict[str, str]:
     """Returns label -> value; a value that is not known is empty. arch: of the device, such as gfx942"""
     return {
-        **{label: _version(names) for label, names in _DISTRIBUTIONS.items()},
+        **{label: next(filter(None, map(version_of, names)), "") for label, names in _DISTRIBUTIONS.items()},
         "commit": _commit(),
         "arch": arch,
     }
-
-
-def _version(names: tuple[str, ...]) -> str:
-    return next(filter(None, map(version_of, names)), "")
 
 
 def _commit() -> str:

@@ -83,9 +83,6 @@ class PromptReport:
         return cls(NO_LOGPROBS if asked is None else asked, body.num_echoed_logprobs)
 
 
-NO_PROMPT_REPORT = PromptReport()
-
-
 def without_new_tokens(completion: Completion) -> Completion:
     """Returns the completion of a request that asks for its prompt alone."""
     return replace(completion, token_ids=(), text="", logprobs=(), finish_reason="length")
@@ -127,13 +124,7 @@ class _WithChoices:
 class CompletionReplies(_WithChoices):
     """Answers of /v1/completions. echoed: text before each choice's own; empty if the prompts are not asked for"""
 
-    def __init__(
-        self,
-        model: str,
-        emitted: EmittedTokens,
-        echoed: Sequence[str] = (),
-        prompts: PromptReport = NO_PROMPT_REPORT,
-    ) -> None:
+    def __init__(self, model: str, emitted: EmittedTokens, echoed: Sequence[str], prompts: PromptReport) -> None:
         super().__init__(model, "text_completion", "cmpl", emitted, prompts)
         self._echoed = echoed
         self._offsets: dict[int, int] = {}  # index of a choice -> characters of the tokens whose logprobs were sent
@@ -215,13 +206,7 @@ def _as_json(call: ToolCall) -> Json:
 class ChatReplies(_WithChoices):
     """Answers of /v1/chat/completions. reader: makes the reader of a choice's text"""
 
-    def __init__(
-        self,
-        model: str,
-        emitted: EmittedTokens,
-        reader: Callable[[], Reader],
-        prompts: PromptReport = NO_PROMPT_REPORT,
-    ) -> None:
+    def __init__(self, model: str, emitted: EmittedTokens, reader: Callable[[], Reader], prompts: PromptReport) -> None:
         super().__init__(model, "chat.completion.chunk", "chatcmpl", emitted, prompts)
         self._reader = reader
         self._readers: dict[int, _Read] = {}  # by the index of a choice

@@ -107,8 +107,8 @@ class ResponseReplies:
             named: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
             number = f"{'msg' if kind == 'message' else 'rs'}_{secrets.token_hex(24)}"
             self._begin({"type": kind, "id": number, **named, "status": "in_progress", "content": []})
-            self._output[-1]["content"] = [_part(part, "")]
-            self._add("response.content_part.added", **self._where, part=_part(part, ""))
+            self._output[-1]["content"] = [_part(part)]
+            self._add("response.content_part.added", **self._where, part=_part(part))
         self._output[-1]["content"][0]["text"] += text
         self._add(f"response.{part}.delta", **self._where, delta=text, **_logprobs(part))
 
@@ -158,22 +158,21 @@ class ResponseReplies:
             "tools": [{"strict": False, **tool.model_dump()} for tool in body.tools],
             "top_p": self._sampling.top_p,
             "truncation": "disabled",
-            "usage": None if usage is None else self._usage(usage.as_dict()),
+            "usage": None if usage is None else self._usage(usage),
         }
 
-    def _usage(self, counts: Json) -> Json:
-        cached = (counts.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    def _usage(self, usage: Usage) -> Json:
         return {
-            "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": counts["completion_tokens"],
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._count_tokens(self._thought) if self._thought else 0},
-            "total_tokens": counts["total_tokens"],
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 
 
-def _part(kind: str, text: str) -> Json:
-    return {"type": kind, "text": text, **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}
+def _part(kind: str) -> Json:
+    return {"type": kind, "text": "", **({"annotations": [], "logprobs": []} if kind == "output_text" else {})}
 
 
 def _logprobs(kind: str) -> Json:

@@ -126,7 +126,6 @@ class DraftRunners:
         return [place if self._draws and samples(each) else NOT_DRAWN for place, each in enumerate(sequences)]
 
     def capture_all(self, progress: Progress) -> None:
-        """Like Drafter.capture_all."""
         self._runner.capture_all(progress)
 
     def make_largest_graphs(self) -> GraphMemory:

@@ -130,11 +130,9 @@ class NothingDrawn:
     """The result of steps without drawn drafts."""
 
     def pick(self, step: ScheduledStep, logits: Tensor) -> NothingDrawn:
-        """Like Rejection.pick."""
         return self
 
     def read(self) -> Mapping[int, AcceptedDrafts]:
-        """Like AcceptedOnHost.read."""
         return {}
 
 

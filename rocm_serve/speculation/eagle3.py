@@ -69,7 +69,8 @@ def is_eagle3(path: str) -> bool:
     if not config.is_file():
         return False
     fields = Fields(read_json(config), str(config))
-    return fields.has("draft_vocab_size") or _architecture(fields) in ARCHITECTURES
+    named = fields.list("architectures") if fields.has("architectures") else []
+    return fields.has("draft_vocab_size") or (bool(named) and named[0] in ARCHITECTURES)
 
 
 def load_head3(path: str, large: LoadedModel) -> Eagle3Weights:
@@ -134,11 +135,6 @@ class Eagle3Head(EagleHead):
         )
 
 
-def _architecture(fields: Fields) -> str:
-    named = fields.list("architectures") if fields.has("architectures") else []
-    return str(named[0]) if named else ""
-
-
 def _alone(config: ModelConfig) -> ModelConfig:
     """A plain decoder of the same sizes."""
     return ModelConfig(
@@ -197,7 +193,7 @@ def _shapes(config: ModelConfig, large_hidden: int, num_known: int, *, own_embed
     """Name -> shape of every tensor of a head except d2t."""
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {FC: (hidden, _NUM_ROWS * large_hidden), "norm.weight": (hidden,)}
-    shapes |= layer_shapes(config, 0, 2 * hidden)
+    shapes |= layer_shapes(config, 2 * hidden)
     shapes[f"{LAYER}hidden_norm.weight"] = (hidden,)
     shapes["lm_head.weight"] = (num_known, hidden)
     if own_embedding:

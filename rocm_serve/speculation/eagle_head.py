@@ -66,7 +66,7 @@ def load_head(path: str, large: LoadedModel) -> EagleWeights:
     Raises BadModel for a head that is not made for this model.
     """
     config, weights = _config_like(large.config), large.weights
-    shapes = layer_shapes(config, 0, config.hidden_size)
+    shapes = layer_shapes(config, config.hidden_size)
     shapes[FC] = (config.hidden_size, 2 * config.hidden_size)
     norm = f"{LAYER}input_layernorm.weight"  # which the first layer of a head does not have
     source: TensorSource = SeededHead(shapes) if path == SEEDED else HeadFiles(Path(path), {norm: shapes[norm]})

@@ -55,11 +55,9 @@ class SeededHead:
         self._random = torch.Generator().manual_seed(0)
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Like TensorSource.shapes."""
         return self._shapes
 
     def read(self, name: str, *where: slice) -> Tensor:
-        """Like TensorSource.read."""
         shape = self._shapes[name]
         if "norm" in name:
             return torch.ones(shape)[where]

@@ -23,14 +23,12 @@ class HandingOver:
             self.features = torch.zeros(shape, dtype=model.weights.dtype, device=model.weights.device)
 
     def hidden(self, step: Part) -> Tensor:
-        """Like Model.hidden."""
         hidden, inputs = self.model.hidden_and_inputs(step, self._layers)
         left = torch.cat(inputs, 1) if self._layers else self.model.normed(hidden)
         self.features[: hidden.shape[0]].copy_(left)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Like Model.logits."""
         return self.model.logits(hidden)
 
 

@@ -52,7 +52,6 @@ class RowDrafter(Drafter, Generic[Held]):
 
     @property
     def probabilities(self) -> Tensor:
-        """See DraftRunners."""
         return self.runners.probabilities
 
     def capture_all(self, progress: Progress) -> None:

@@ -119,7 +119,6 @@ class Speculation:
         self._rejection = rejection
 
     def capture_all(self, progress: Progress) -> None:
-        """Like Drafter.capture_all."""
         self._drafter.capture_all(progress)
 
     def drafts(self, decoding: Decoding, alive: Set[int]) -> Mapping[int, DraftTree]:

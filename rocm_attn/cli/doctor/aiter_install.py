@@ -202,7 +202,7 @@ def _jit_dir(machine: Machine) -> Diagnosis:
         return ok("AITER compiles into its package")
     if not chosen:
         return problem(
-            f"user {machine.user.uid} cannot write to {copy.path}/jit, and AITER cannot import the modules that it "
+            f"user {machine.uid} cannot write to {copy.path}/jit, and AITER cannot import the modules that it "
             f"compiles into {machine.aiter_jit_dir} instead",
             f"link {copy.path}/jit/*.so into a folder of this user's and set AITER_JIT_DIR to it",
         )

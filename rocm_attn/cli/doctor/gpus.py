@@ -27,7 +27,7 @@ def _nodes(machine: Machine) -> Diagnosis:
     if closed:
         gids = sorted({node.gid for node in closed})
         return problem(
-            f"user {machine.user.uid} has no access to {', '.join(node.path for node in closed)} (groups "
+            f"user {machine.uid} has no access to {', '.join(node.path for node in closed)} (groups "
             f"{', '.join(map(str, gids))})",
             "add the user to these groups; for a container give their numbers, because its names differ from the "
             f"host's: docker run {' '.join(f'--group-add {gid}' for gid in gids)}",

@@ -1,7 +1,7 @@
 """Checks of the host: caches, memory and variables that a serving process inherits."""
 
 from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning
-from rocm_attn.cli.doctor.machine import Folder, Machine
+from rocm_attn.cli.doctor.machine import Machine
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import CHOICES, DISABLE_GUARDS, misspelt, read_settings
 
@@ -36,12 +36,13 @@ def _caches(machine: Machine) -> Diagnosis:
     if closed:
         folder = closed[0]
         return problem(
-            f"user {machine.user.uid} cannot write to {folder.purpose}, {folder.path} (owner {folder.owner}, mode "
+            f"user {machine.uid} cannot write to {folder.purpose}, {folder.path} (owner {folder.owner}, mode "
             f"{folder.mode:04o})" + (f", nor to {len(closed) - 1} more" if len(closed) > 1 else ""),
             "compile as the serving user, or give that user the folder: chown -R USER; or choose other folders with "
             "TRITON_CACHE_DIR and AITER_JIT_DIR",
         )
-    return ok(f"writable: {_named(machine.folders)}")
+    named = ", ".join(f"{folder.purpose} ({folder.path})" for folder in machine.folders)
+    return ok(f"writable: {named or 'no folder'}")
 
 
 @machine_check("cache-filesystem", "are caches on a network file system?", "flashinfer#993", at_build=False)
@@ -153,7 +154,3 @@ def _engine_switches(machine: Machine) -> Diagnosis:
             f"export {' '.join(f'{switch}=1' for _, switch in off)}",
         )
     return ok("no engine has AITER switched off")
-
-
-def _named(folders: tuple[Folder, ...]) -> str:
-    return ", ".join(f"{folder.purpose} ({folder.path})" for folder in folders) or "no folder"

@@ -78,7 +78,6 @@ class Distribution:
 
     name: str
     version: str
-    location: str
     requires: tuple[str, ...] = ()
 
 
@@ -144,17 +143,10 @@ class DeviceNode:
 
 
 @dataclass(frozen=True, slots=True)
-class User:
-    """The user who runs this process."""
-
-    uid: int
-    gids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
 class Machine:
     """All facts that the checks use.
 
+    uid:             of the user who runs this process
     distributions:   in the order in which Python finds them
     loaded:          the ROCm libraries of a process that has imported torch for ROCm, or why they are not known
     named_hip:       the file that TRITON_LIBHIP_PATH names, as LoadedLibrary.identity; empty if there is none
@@ -175,8 +167,7 @@ class Machine:
     shm_bytes:       size of /dev/shm, 0 if there is none
     """
 
-    python: str
-    user: User
+    uid: int
     environment: Mapping[str, str]
     distributions: tuple[Distribution, ...]
     torch: TorchBuild | ImportFailure | NotInstalled

@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
 import shutil
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 from rocm_attn.cli.doctor.aiter_files import aiter_copies, jit_folder, leftover_locks, linked_modules, modules_in
 from rocm_attn.cli.doctor.loaded_libraries import identity_of
 from rocm_attn.cli.doctor.machine import (
-    AiterModule,
     DeviceNode,
     Distribution,
     Folder,
@@ -25,7 +23,6 @@ from rocm_attn.cli.doctor.machine import (
     Release,
     TorchBuild,
     TritonBuild,
-    User,
     release_of,
 )
 from rocm_attn.cli.doctor.probe import probe
@@ -41,8 +38,7 @@ def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Mach
     jit = jit_folder(environment, home, copies)
     linked = linked_modules(jit, copies)
     return Machine(
-        python=platform.python_version(),
-        user=User(os.getuid(), frozenset({os.getgid(), *os.getgroups()})),
+        uid=os.getuid(),
         environment=dict(environment),
         distributions=distributions,
         torch=torch,
@@ -55,7 +51,8 @@ def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Mach
         nvidia_gpus=read_nvidia_gpus(root) or _counted_by(torch),
         nodes=read_nodes(root),
         aiter=copies,
-        aiter_jit=_modules_of_cache(jit, [Path(copy.path) for copy in copies], linked),
+        # Modules in a copy's own folder are the copy's.
+        aiter_jit=() if any(jit.is_relative_to(copy.path) for copy in copies) else modules_in(jit, but=linked),
         aiter_jit_dir=str(jit),
         aiter_linked=linked,
         leftover_locks=leftover_locks(jit),
@@ -122,7 +119,7 @@ def read_distributions() -> Iterator[Distribution]:
         if name and (name, location) not in seen:
             seen.add((name, location))
             requires = tuple(_normal(_name_of(line)) for line in found.requires or () if "extra ==" not in line)
-            yield Distribution(_normal(name), found.version, location, requires)
+            yield Distribution(_normal(name), found.version, requires)
 
 
 def read_folder(purpose: str, path: Path, root: Path = Path("/")) -> Folder:
@@ -156,13 +153,6 @@ def _caches(
     if copies:
         yield "AITER's cache", jit
         yield "AITER's other cache", Path(environment.get("AITER_ROOT_DIR") or home / ".aiter")
-
-
-def _modules_of_cache(jit: Path, packages: list[Path], linked: tuple[str, ...]) -> tuple[AiterModule, ...]:
-    """The modules of the cache without those of the package, unless AITER compiles into its own package."""
-    if any(jit.is_relative_to(package) for package in packages):
-        return ()
-    return modules_in(jit, but=linked)
 
 
 def _torch() -> TorchBuild | ImportFailure | NotInstalled:

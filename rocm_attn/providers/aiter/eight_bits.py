@@ -19,9 +19,6 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.scratch import ScratchTensor
 
-# Its dtype and device are given, because an engine may have set other defaults before it imports this.
-_ONE_AS_INT32 = torch.tensor(1.0, dtype=torch.float32, device="cpu").view(torch.int32).item()
-
 
 @dataclass(frozen=True, slots=True)
 class ScaleOfOne:
@@ -31,7 +28,7 @@ class ScaleOfOne:
         return 1
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        words.fill_(_ONE_AS_INT32)
+        words.view(torch.float32).fill_(1.0)
 
 
 def query_parts(problem: Problem, num_tokens: int, num_heads: int) -> tuple[ScratchTensor, ScratchTensor]:

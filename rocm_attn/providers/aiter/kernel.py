@@ -37,11 +37,9 @@ class AiterKernel(ABC):
 
     @property
     def schedule(self) -> Schedule:
-        """See `BoundKernel.schedule`."""
         return NO_SCHEDULE
 
     def describe(self) -> str:
-        """See `BoundKernel.describe`."""
         values = (str(getattr(self, each.name)) for each in fields(self))
         return f"aiter.{self.name}({', '.join(values)})"
 
@@ -50,7 +48,6 @@ class AiterKernel(ABC):
         return ()
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """See `BoundKernel.workspace_words`."""
         return num_words(self.room(shape))
 
     @abstractmethod

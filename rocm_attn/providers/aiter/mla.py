@@ -51,7 +51,6 @@ class EqualSplits:
         torch.arange(0, (bounds.shape.num_seqs + 1) * splits, splits, out=words)
 
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
-        """Arguments of mla_decode_fwd for a schedule that was built into words."""
         return {"num_kv_splits": self._splits(shape), "num_kv_splits_indptr": words}
 
     def _splits(self, shape: PaddedShape) -> int:

@@ -90,7 +90,6 @@ class LatentShares:
         )
 
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
-        """Arguments of mla_decode_fwd for a schedule that was built into words."""
         addresses, indptr, work, reduce_indptr, final_map, partial_map, _ = cut(words, self.parts(shape))
         return {
             "work_meta_data": addresses,
@@ -122,7 +121,6 @@ class SharesOfFew:
         work.build(queries, step, bounds, words[: work.words(bounds.shape)])
 
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
-        """Arguments of mla_decode_fwd for a schedule that was built into words."""
         work = self._of(shape)
         return work.as_arguments(shape, words[: work.words(shape)])
 

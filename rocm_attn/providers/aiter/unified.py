@@ -23,8 +23,6 @@ from rocm_attn.providers.contract import NO_SCHEDULE, Schedule, StepBounds
 
 # Below every logit, and in float32 far from overflow when it is multiplied by log2(e).
 FAR_BELOW = -1e30
-# Its dtype and device are given, because an engine may have set other defaults before it imports this.
-_FAR_BELOW_AS_INT32 = torch.tensor(FAR_BELOW, dtype=torch.float32, device="cpu").view(torch.int32).item()
 
 # Sequences of up to this number of keys are not split; it does not use their length otherwise.
 LONGEST_UNSPLIT = 512
@@ -40,8 +38,7 @@ class FarBelowSinks:
         return 0 if shape.kind.decodes else self.num_q_heads
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        if self.words(bounds.shape):
-            words.fill_(_FAR_BELOW_AS_INT32)
+        words.view(torch.float32).fill_(FAR_BELOW)
 
 
 class Unified(AiterKernel):

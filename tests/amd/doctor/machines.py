@@ -16,7 +16,6 @@ from rocm_attn.cli.doctor.machine import (
     NotInstalled,
     TorchBuild,
     TritonBuild,
-    User,
 )
 
 SITE = "/opt/venv/lib/python3.12/site-packages"
@@ -43,15 +42,14 @@ LOADED = (
 )
 
 MI300 = Machine(
-    python="3.12.3",
-    user=User(1000, frozenset({1000, RENDER_GID})),
+    uid=1000,
     environment={"HOME": "/home/server", "AITER_JIT_DIR": "/cache/aiter"},
     distributions=(
-        Distribution("torch", "2.10.0+rocm7.2.4", SITE),
-        Distribution("pytorch-triton-rocm", "3.6.0", SITE),
-        Distribution("amd-aiter", "0.1.20+rocm7.2", SITE, requires=("pybind11", "einops")),
-        Distribution("pybind11", "3.0.1", SITE),
-        Distribution("einops", "0.8.1", SITE),
+        Distribution("torch", "2.10.0+rocm7.2.4"),
+        Distribution("pytorch-triton-rocm", "3.6.0"),
+        Distribution("amd-aiter", "0.1.20+rocm7.2", requires=("pybind11", "einops")),
+        Distribution("pybind11", "3.0.1"),
+        Distribution("einops", "0.8.1"),
     ),
     torch=TorchBuild("2.10.0+rocm7.2.4", hip="7.2.53211-e1a6bc5663", cuda="", num_gpus=8),
     triton=TritonBuild("3.6.0", ("amd", "nvidia")),
@@ -83,7 +81,7 @@ MI300 = Machine(
 
 CPU_ONLY = replace(
     MI300,
-    distributions=(Distribution("torch", "2.13.0+cpu", SITE),),
+    distributions=(Distribution("torch", "2.13.0+cpu"),),
     torch=TorchBuild("2.13.0+cpu", hip="", cuda="", num_gpus=0),
     triton=NotInstalled(),
     loaded=(),
@@ -101,7 +99,7 @@ CPU_ONLY = replace(
 
 H200 = replace(
     CPU_ONLY,
-    distributions=(Distribution("torch", "2.11.0+cu130", SITE), Distribution("triton", "3.6.0", SITE)),
+    distributions=(Distribution("torch", "2.11.0+cu130"), Distribution("triton", "3.6.0")),
     torch=TorchBuild("2.11.0+cu130", hip="", cuda="13.0", num_gpus=1),
     triton=TritonBuild("3.6.0", ("amd", "nvidia")),
     nvidia_gpus=("NVIDIA H200",),
@@ -168,7 +166,7 @@ def _warning(machine: Machine, check: str, found: str, fix: str) -> Broken:
     return Broken(machine, check, Severity.WARNING, found, fix)
 
 
-_STRANGER = Distribution("aiter", "0.13.20191203", SITE)
+_STRANGER = Distribution("aiter", "0.13.20191203")
 _UNDEFINED = "undefined symbol: _ZN3c103hip28c10_hip_check_implementationEiPKcS2_jb"
 
 _SYSTEM_BLAS = library("librocblas", "4.4.1", "6.4.1", "/opt/rocm-6.4.1/lib")
@@ -224,9 +222,7 @@ BROKEN = {
         replace(MI300, nodes=MI300.nodes[:1]), "gpu-nodes", "the render nodes", "--device=/dev/dri"
     ),
     "a user outside of the render group": _problem(
-        replace(
-            MI300, user=User(1000, frozenset({1000})), nodes=tuple(replace(node, usable=False) for node in MI300.nodes)
-        ),
+        replace(MI300, nodes=tuple(replace(node, usable=False) for node in MI300.nodes)),
         "gpu-nodes",
         "user 1000 has no access to /dev/kfd",
         f"--group-add {RENDER_GID}",
@@ -296,7 +292,7 @@ BROKEN = {
         "gpu-count",
     ),
     "CUDA libraries left by another torch": _warning(
-        _all(Distribution("nvidia-cublas-cu12", "12.8.4.1", SITE)),
+        _all(Distribution("nvidia-cublas-cu12", "12.8.4.1")),
         "cuda-leftovers",
         "nvidia-cublas-cu12",
         "uninstall these libraries",
@@ -339,7 +335,7 @@ BROKEN = {
         replace(MI300, triton=TritonBuild("3.2.0", ("amd",))), "triton-import", "older than 3.6", "newer"
     ),
     "two Tritons": _problem(
-        _all(Distribution("triton", "3.9.0", SITE)),
+        _all(Distribution("triton", "3.9.0")),
         "triton-copies",
         "pytorch-triton-rocm 3.6.0, triton 3.9.0",
         "uninstall pytorch-triton-rocm triton",
@@ -510,6 +506,6 @@ BROKEN = {
         _with(ROCM_ATTN_PROVIDR="aiter"), "safeguards", "ROCM_ATTN_PROVIDR", "rename ROCM_ATTN_PROVIDR to"
     ),
     "vLLM without AITER": _warning(
-        _all(Distribution("vllm", "0.22.1", SITE)), "engine-switches", "vllm", "export VLLM_ROCM_USE_AITER=1"
+        _all(Distribution("vllm", "0.22.1")), "engine-switches", "vllm", "export VLLM_ROCM_USE_AITER=1"
     ),
 }

@@ -14,7 +14,7 @@ from rocm_attn.cli.doctor.registry import diagnose
 from rocm_attn.machine import known_bad as table
 from rocm_attn.machine.known_bad import COMPONENTS, FEATURES, Facts, KnownBad, known_bad, matching, row_of
 from rocm_attn.machine.releases import Release, ReleaseRange
-from tests.amd.doctor.machines import CPU_ONLY, H200, MI300, SITE
+from tests.amd.doctor.machines import CPU_ONLY, H200, MI300
 from tests.amd.house.source_tree import ROOT
 
 ROWS = known_bad()
@@ -189,7 +189,7 @@ def test_no_field_of_the_file_is_empty() -> None:
 
 def with_engine(name: str, version: str, machine: Machine = MI300, **environment: str) -> Machine:
     """Returns a machine that has an engine, too, and other variables."""
-    engine = Distribution(name, version, SITE)
+    engine = Distribution(name, version)
     there = {**machine.environment, **environment}
     return replace(machine, distributions=(*machine.distributions, engine), environment=there)
 

@@ -70,7 +70,7 @@ def test_device_files_are_listed_with_their_groups(tmp_path: Path) -> None:
 
 
 def test_the_rocm_release_is_the_systems_or_that_of_a_distribution(tmp_path: Path) -> None:
-    sdk = Distribution("rocm-sdk-core", "10.0.0", "/site")
+    sdk = Distribution("rocm-sdk-core", "10.0.0")
     assert read_rocm({}, tmp_path, ()) == ()
     assert read_rocm({}, tmp_path, (sdk,)) == (10, 0, 0)
     write(tmp_path / "opt/rocm/.info/version", "7.2.4-93\n")

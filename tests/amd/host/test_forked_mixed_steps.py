@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
+from rocm_attn.providers.mixed import MixedAtOnce
 from rocm_attn.step import layers as of_step
 from rocm_attn.step.layers import Layers
 
@@ -26,7 +26,7 @@ class Mixed:
         monkeypatch.setattr(MixedAtOnce, "attend", self.forks)
         monkeypatch.setattr(Layers, "prepares", lambda _: True)
         monkeypatch.setattr(of_step, "is_capturing", lambda _: captures)
-        bound = MixedAtOnce(TritonMixed(Mock(), Mock()))
+        bound = MixedAtOnce(Mock(), Mock())
         kernel = SimpleNamespace(bound=bound, entry=SimpleNamespace(clears_pads=True))
         self.plan = SimpleNamespace(kernels=(kernel,), prepared_of_kind=(True,), bounds=None)
         self.step = SimpleNamespace(prepared=None)

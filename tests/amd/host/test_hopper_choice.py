@@ -128,7 +128,7 @@ def test_sequences_with_few_rows_are_the_plain_kernels_if_heads_are_narrow_windo
     kernels = chosen(layer, on(TRITONS[0]))
     extend, mixed = kernels.kernel(StepKind.EXTEND).bound, kernels.kernel(StepKind.MIXED).bound
     assert isinstance(mixed, MixedAtOnce)
-    for kernel, num_seqs, rows in ((extend, 98, most), (extend, 99, of_many), (mixed.in_turn.extend, 99, most)):
+    for kernel, num_seqs, rows in ((extend, 98, most), (extend, 99, of_many), (mixed.extend, 99, most)):
         served = {
             q_len: serving(kernel, PaddedShape(StepKind.EXTEND, num_seqs, num_seqs * q_len)) for q_len in range(1, 70)
         }

@@ -30,7 +30,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bundle(cache: Path, tmp_path: Path) -> Path:
-    assert save_bundle(tmp_path / "kernels.tgz", cache, FACTS) == 2
+    save_bundle(tmp_path / "kernels.tgz", cache, FACTS)
     return tmp_path / "kernels.tgz"
 
 
@@ -67,7 +67,7 @@ def assert_refused(bundle: Path, sentence: str, facts: Mapping[str, str] = Mappi
 
 def test_entries_are_found_at_their_new_place(bundle: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
-    assert load_bundle(bundle, there, FACTS) == 2
+    load_bundle(bundle, there, FACTS)
     index = json.loads((there / "KEY0" / "__grp__decode.json").read_text())
     assert index == {"child_paths": {"decode.hsaco": str(there / "KEY0" / "decode.hsaco")}}
     assert (there / "KEY0" / "decode.hsaco").read_bytes() == b"\x7fELF code"

@@ -14,7 +14,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers import mixed
 from rocm_attn.providers.contract import NO_SCHEDULE, BoundKernel, StepBounds
-from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
+from rocm_attn.providers.mixed import MixedAtOnce
 from rocm_attn.providers.select import select
 from tests.amd.worlds.problems import small_problem
 
@@ -61,7 +61,7 @@ def attended(monkeypatch: pytest.MonkeyPatch, *, is_capturing: bool) -> tuple[No
     kernels: Any = (decode, extend)
     monkeypatch.setattr(mixed, "is_capturing", lambda device: is_capturing)
     monkeypatch.setattr(mixed, "_side_stream", lambda device: side)
-    kernel: BoundKernel = MixedAtOnce(TritonMixed(*kernels))
+    kernel: BoundKernel = MixedAtOnce(*kernels)
     nothing: Any = torch.empty(0)
     args: Any = AttendArgs(*[nothing] * len(AttendArgs._fields))
     words = torch.zeros(kernel.workspace_words(SHAPE))

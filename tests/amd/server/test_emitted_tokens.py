@@ -46,7 +46,10 @@ def emitted() -> EmittedTokens:
 
 @pytest.mark.parametrize("text", [" the", 'a "quoted" \\ word\n', "\N{PARTY POPPER} \x00 \x7f", "\u2028\x85"])
 def test_the_event_of_a_text_is_the_json_of_its_chunk(text: str, emitted: EmittedTokens) -> None:
-    for replies in (ChatReplies("m", emitted, Reader), CompletionReplies("m", emitted)):
+    for replies in (
+        ChatReplies("m", emitted, Reader, PromptReport()),
+        CompletionReplies("m", emitted, (), PromptReport()),
+    ):
         frame = _Frame({"usage": None})
         for each in ("first", text):
             (chunk,) = replies.chunk(0, OutputChunk((1,), each, None))
@@ -55,7 +58,7 @@ def test_the_event_of_a_text_is_the_json_of_its_chunk(text: str, emitted: Emitte
             assert event == as_event({**chunk.make(0, each), "usage": None})
             line, _ = event.decode().splitlines()
             assert json.loads(line.removeprefix("data: "))["choices"] == chunk.make(0, each)["choices"]
-    assert ChatReplies("m", emitted, Reader).chunk(0, OutputChunk((1,), "", None)) == []
+    assert ChatReplies("m", emitted, Reader, PromptReport()).chunk(0, OutputChunk((1,), "", None)) == []
 
 
 def of(*token_ids: int) -> list[TokenLogprobs]:

@@ -26,7 +26,7 @@ from rocm_serve.server.generation import Pieces
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.job import Job
 from rocm_serve.server.record import WRITER
-from rocm_serve.server.replies import CompletionReplies
+from rocm_serve.server.replies import CompletionReplies, PromptReport
 from tests.amd.runner.async_engines import Broken, engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, with_nan_token
 from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, head_of_a_post, post, requested, send
@@ -247,7 +247,7 @@ async def test_an_error_whose_reader_is_late_ends_the_answer_without_another_err
     )
     generation: Any = SimpleNamespace(streams=[stream], job=SimpleNamespace(end=lambda why: None))
     generations: Any = SimpleNamespace(counts=counts, max_unread_tokens=4)
-    replies = CompletionReplies(NAME, EmittedTokens(None))
+    replies = CompletionReplies(NAME, EmittedTokens(None), (), PromptReport())
     writer = SimpleNamespace(is_full=False, write=write, drain=drain)
     await EventStream(generations, generation, replies, usage=False)({WRITER: writer}, no_message, send)
     assert (counts.late_readers, b"w5" in sent[-1]) == (1, True)
@@ -271,7 +271,9 @@ async def test_headers_come_first_even_if_the_first_token_has_no_text() -> None:
     )
     generations: Any = SimpleNamespace(counts=HttpMetrics(), max_unread_tokens=4)
     writer = SimpleNamespace(is_full=False, write=sent.append)
-    answer = EventStream(generations, generation, CompletionReplies(NAME, EmittedTokens(None)), usage=False)
+    answer = EventStream(
+        generations, generation, CompletionReplies(NAME, EmittedTokens(None), (), PromptReport()), usage=False
+    )
     sending = asyncio.ensure_future(answer({WRITER: writer}, no_message, send))
     for piece in (OutputChunk((5,), "", None), OutputChunk((6,), "w6", None), OutputChunk((7,), "w7", "stop")):
         for _ in range(3):

@@ -11,7 +11,7 @@ from rocm_serve.request import Completion, FinishReason
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.call_reader import Part, Reader
 from rocm_serve.server.emitted_tokens import EmittedTokens
-from rocm_serve.server.replies import ChatReplies, Usage
+from rocm_serve.server.replies import ChatReplies, PromptReport, Usage
 from rocm_serve.server.response_replies import ResponseReplies
 from rocm_serve.server.responses_body import ResponsesBody
 from rocm_serve.server.unserved import OF_RESPONSES
@@ -270,7 +270,7 @@ def test_the_reader_learns_whether_the_text_is_cut(reason: FinishReason, is_cut:
             return []
 
     done, usage = Completion((1,), (2,), "a", reason), Usage(1, 1, 0)
-    ChatReplies(NAME, EmittedTokens(None), Ended).whole([done], usage)
+    ChatReplies(NAME, EmittedTokens(None), Ended, PromptReport()).whole([done], usage)
     asked = ResponsesBody.model_validate({"model": NAME, "input": "?"})
     ResponseReplies(NAME, asked, Sampling(), Ended, len).whole([done], usage)
     assert learnt == [is_cut] * 2

@@ -2,8 +2,8 @@
 
 A row has a chunk's products [CHUNK], as chunk_rows.py calls them, and, of the dtype of tokens, [dk] each: write, unless
 all channels of sums decay as one; with decays of channels read, and for delta rules predict too. The float32 words of
-chunks follow after all rows: a decay of each channel or, if all channels decay as one, the factors of rows of q and of k
-[CHUNK each], and a decay. A chunk has the number of its place (token_tiles.py).
+chunks follow after all rows: a decay of each channel or, if all channels decay as one, the factors of rows of q and of
+k [CHUNK each], and a decay. A chunk has the number of its place (token_tiles.py).
 """
 
 from typing import Any, NamedTuple

@@ -101,6 +101,9 @@ class RecordGuard:
     def __enter__(self) -> RecordGuard:
         stack = ExitStack()
         try:
+            # A cast that autocast has kept from before would be read, and not recorded; it dies with its autocast.
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
             stack.enter_context(_WATCH.by(self))
             stack.enter_context(_MethodGuard(self))
             stack.enter_context(_OperationGuard(self))

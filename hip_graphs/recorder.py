@@ -24,8 +24,9 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Makes recordings that share one memory pool.
 
-    Because the pool is shared, replaying one recording may overwrite the intermediates of another: replay one at a
-    time, in one order. Other recordings do not touch the results of fn as long as its recording lives.
+    Because the pool is shared, replay one recording at a time. A replay may overwrite the intermediates of others, and
+    the results of those that were made after it: use results, or copy them, before an earlier recording is replayed.
+    Later ones do not touch the results of fn as long as its recording lives.
     """
 
     def record(self, fn: Callable[[], T]) -> tuple[Recording, T]:

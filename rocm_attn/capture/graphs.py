@@ -186,7 +186,7 @@ class CapturedBucket:
     seconds:       wall time of warm-up and recording
     check_seconds: wall time of the comparison with the eager run
     num_bytes:     bytes by which the graphs' memory pool grew for it
-    output_bytes:  bytes of its outputs, which no other graph of the pool may use
+    output_bytes:  bytes of its outputs, which no later graph of the pool may use
     check:         the steps that it was compared on, in words
     """
 

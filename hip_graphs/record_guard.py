@@ -273,3 +273,11 @@ _WATCH = _Watch()
 def guard_here() -> RecordGuard | None:
     """Returns the guard that is active in this thread."""
     return _WATCH.here()
+
+
+def refuse_nested() -> None:
+    """Raises RecordingRefused if this thread records already: a stream of a device is captured into one graph."""
+    if guard_here() is not None:
+        raise RecordingRefused(
+            "a recording begins while this thread makes another one; begin it before that one, or after its end"
+        )

@@ -13,7 +13,7 @@ import torch
 
 from rocm_attn.hip_graphs.driver_graphs import DriverRefused, LaunchGraph, launch_of_graphs
 from rocm_attn.hip_graphs.plain_launch import Here, PlainLaunch, is_known
-from rocm_attn.hip_graphs.record_guard import RecordGuard
+from rocm_attn.hip_graphs.record_guard import RecordGuard, refuse_nested
 from rocm_attn.hip_graphs.recorder import refuse_unfinished
 
 T = TypeVar("T")
@@ -74,6 +74,7 @@ class TorchRecorder:
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
         """Runs after earlier work of the caller's stream, and before its later work."""
+        refuse_nested()
         if not self._live:
             # A pool whose last graph is gone cannot be captured into again.
             self._take_new_pool()

@@ -53,3 +53,17 @@ def test_a_block_that_asks_for_a_value_is_refused_and_its_recording_too(lab: Lab
     graph.replay()
     assert out.tolist() == [2.0] * 4
     assert torch.is_grad_enabled()
+
+
+def test_a_recording_within_another_one_is_refused_and_the_other_one_goes_on(lab: Lab) -> None:
+    x = torch.ones(4, device=lab.device)
+    x + 1
+    with lab.recorder.capture() as graph:
+        with pytest.raises(RecordingRefused, match="while this thread makes another one"), lab.recorder.capture():
+            x.add_(1)
+        with pytest.raises(RecordingRefused, match="while this thread makes another one"):
+            lab.recorder.record(lambda: x.add_(1))
+        out = x + 1
+    x.fill_(5)
+    graph.replay()
+    assert (x.tolist(), out.tolist()) == ([5.0] * 4, [6.0] * 4)

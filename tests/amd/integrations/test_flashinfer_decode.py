@@ -363,6 +363,8 @@ def test_workspaces_are_handed_around_as_engines_do(device: torch.device) -> Non
     check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, [1, 1], [Scores(0.3)] * 2))
     wrapper.end_forward()
     check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, [1, 1], [Scores(0.3)] * 2))
+    with pytest.raises(BadTensor, match="float_workspace_buffer is a NoneType; give a tensor"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(None)
 
 
 def test_a_batch_of_nothing_gives_nothing(device: torch.device) -> None:

@@ -341,11 +341,13 @@ class ExternalAttention:
         """Plans a step and publishes its lengths to the device. Call it outside of graphs.
 
         It makes one launch, one more for each copied table, and one for a mask of spans.
-        Raises BadBatch, NeverFits, WrongState, and what on_fault raises for an earlier step; no step is begun then.
+        Raises BadBatch, NeverFits, WrongState, and what on_fault raises for an earlier step; there is no step to fill
+        or run then.
         """
         require_kind("the step", step, ExternalStep, BadBatch)
         gate, tables, publisher = self.gate, self.tables, self._publisher
         had_step = gate.enter()
+        gate.run = None  # a step that is refused, or breaks off, leaves none that fill() would take for it
         try:
             run = self._runs.of(step)
             with on_device(self.device):

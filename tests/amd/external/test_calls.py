@@ -386,6 +386,21 @@ def test_a_second_fill_that_is_refused_leaves_no_step_to_run(device: torch.devic
         made.layers.store(0, row, row)
 
 
+def test_after_a_step_that_is_refused_the_one_before_it_cannot_be_filled_or_run(device: torch.device) -> None:
+    """It would store over its own tokens."""
+    filled = Filled(device, "torch")
+    made, row = filled.attention, filled.rows(1, KV_HEADS, DIM)
+    made.begin(filled.step([1]))
+    made.fill()
+    kv_len = torch.ones(BOUNDS.num_seqs + 1, dtype=torch.int32, device=device)
+    with pytest.raises(NeverFits, match="padded to 9 sequences"):
+        made.begin(ExternalStep.decode(kv_len, num_seqs=1, max_kv_len=1))
+    with pytest.raises(WrongState, match=r"call begin\(\) and fill\(\) first"):
+        made.layers.store(0, row, row)
+    with pytest.raises(WrongState, match=r"there is no step to fill; call begin\(\) first"):
+        made.fill()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["read in place", "gathered"])
 def test_a_table_for_which_memory_runs_out_changes_nothing(dtype: torch.dtype, device: torch.device) -> None:
     filled = Filled(device, "torch")

@@ -81,9 +81,11 @@ class TorchRecorder:
         with torch.cuda.device(self.device), torch.no_grad():
             callers = torch.cuda.current_stream()
             self._stream.wait_stream(callers)
-            with torch.cuda.stream(self._stream):
-                yield
-            callers.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:  # runs before a refusal wrote to memory that the caller goes on with
+                callers.wait_stream(self._stream)
 
     def release_memory(self) -> None:
         """Does the same as `Recorder.release_memory`; memory of warm-ups is freed even while recordings live."""

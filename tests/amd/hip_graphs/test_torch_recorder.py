@@ -1,6 +1,7 @@
-"""Behaviour of a GPU's recorder that only a GPU can show."""
+"""Behaviour of a GPU's recorder, most of which only a GPU can show."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -34,6 +35,23 @@ def test_replays_run_on_the_stream_that_is_current_then() -> None:
             result = out.clone()
         stream.synchronize()
         assert bool((result == value + 1).all())
+
+
+def test_the_callers_stream_waits_for_the_recorders_also_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, str]] = []
+
+    class Stream(str):
+        def wait_stream(self, other: str) -> None:
+            waits.append((self, other))
+
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("caller's"))
+    recorder = object.__new__(TorchRecorder)  # a CPU can make none
+    vars(recorder).update(device=None, _live=[None], _stream=Stream("its own"))
+    with pytest.raises(RecordingRefused), recorder._on_own_stream():
+        raise RecordingRefused
+    assert waits == [("its own", "caller's"), ("caller's", "its own")]
 
 
 @pytest.mark.gpu

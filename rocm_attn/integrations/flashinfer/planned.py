@@ -19,7 +19,7 @@ from rocm_attn.integrations.flashinfer.cells import seen_cells, token_positions
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Sight
 from rocm_attn.integrations.flashinfer.page_lists import PageLists
 from rocm_attn.integrations.flashinfer.requests import Geometry, alibi_slopes
-from rocm_attn.machine.devices import with_index
+from rocm_attn.machine.devices import StreamOrder, with_index
 from rocm_attn.machine.sending import sent
 from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
@@ -81,6 +81,8 @@ class PlannedAttention:
     ) -> None:
         self.device, self._provider = with_index(device), provider
         self._fixed, self._each_one = fixed, each_one
+        # Calls share memory, and a program that knows of none may make them on several streams.
+        self._streams = StreamOrder(self.device)
         self._room = NO_ROOM
         self._page_size = 0
         self._lists: PageLists | None = None
@@ -103,6 +105,7 @@ class PlannedAttention:
     def plan(self, batch: PlannedBatch, geometry: Geometry) -> None:
         """Plans a batch for later runs, and begins its steps. Raises Unsupported, BadBatch, NeverFits, BadTensor."""
         self._refuse_capture()
+        self._streams.follow()
         self._batch = None
         if self._fixed is not None and self._each_one and (batch.lengths.q_len != 1).any():
             raise BadBatch("the wrapper was first planned with one new token per sequence, and now with others")
@@ -126,6 +129,7 @@ class PlannedAttention:
     def run(self, geometry: Geometry, inputs: Inputs, *, scale_value: float = 1.0) -> None:
         """Computes attention. scale_value: multiplies the scale. Raises BadTensor, WrongState, Unsupported."""
         batch = self.batch
+        self._streams.join()
         if not batch.lengths.num_tokens:
             return
         (low, high), num_pages = batch.page_ids, min(len(inputs.k), len(inputs.v))

@@ -122,10 +122,10 @@ class TorchRecorder:
             try:
                 with RecordGuard(self.device, torch.cuda.is_current_stream_capturing):
                     yield recording
+                graph.capture_end()  # raises if a stream was forked and not joined
             except BaseException:
                 self._abandon(graph)
                 raise
-            graph.capture_end()
         recording.finish(self.device, torch.cuda.memory_reserved() - bytes_before)
         self._live.add(recording)
 

@@ -54,6 +54,30 @@ def test_the_callers_stream_waits_for_the_recorders_also_after_a_refusal(monkeyp
     assert waits == [("its own", "caller's"), ("caller's", "its own")]
 
 
+def test_a_capture_whose_end_raises_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would go on with its pool and its generators in a capture."""
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, **how: object) -> None:
+            calls.append("begin")
+
+        def capture_end(self) -> None:
+            raise RuntimeError("capturing stream has unjoined work")
+
+        def reset(self) -> None:
+            calls.append("reset")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    recorder = object.__new__(TorchRecorder)  # a CPU can make none
+    vars(recorder).update(device=torch.device("cpu"), _pool=None, _mend=lambda: calls.append("mend"))
+    with pytest.raises(RuntimeError, match="unjoined work"), recorder._capturing() as recording:
+        pass
+    assert calls == ["begin", "mend", "reset"]
+    with pytest.raises(RecordingRefused, match="was refused"):
+        recording.replay()
+
+
 @pytest.mark.gpu
 def test_page_locked_memory_is_copied_anew_by_each_replay() -> None:
     host = torch.ones(4).pin_memory()

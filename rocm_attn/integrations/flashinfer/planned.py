@@ -14,6 +14,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.hip_graphs.record_guard import guard_here
 from rocm_attn.integrations.flashinfer.batch import NO_ROOM, BatchCapacity, PlannedBatch
 from rocm_attn.integrations.flashinfer.cells import seen_cells, token_positions
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Sight
@@ -23,6 +24,7 @@ from rocm_attn.machine.devices import StreamOrder, with_index
 from rocm_attn.machine.sending import sent
 from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.providers.mixed import is_capturing
 from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, Boundaries, ExternalStep, NoCells
 from rocm_attn.step.head_weights import HeadWeights
 
@@ -298,9 +300,10 @@ class PlannedAttention:
         self._lists, self._room, self._page_size = lists, room, page_size
 
     def _refuse_capture(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if guard_here() is not None or is_capturing(self.device):
             raise WrongState(
-                "a plan cannot be captured; before the capture call plan(), and run() once with the same arguments"
+                "a plan cannot be captured, and functions without one make theirs; before the capture call plan(), and "
+                "run() once with the same arguments"
             )
 
 

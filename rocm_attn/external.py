@@ -22,6 +22,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
+from rocm_attn.hip_graphs.record_guard import guard_here
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.machine.agreement import Agree, alone
@@ -345,6 +346,8 @@ class ExternalAttention:
         or run then.
         """
         require_kind("the step", step, ExternalStep, BadBatch)
+        if guard_here() is not None:
+            raise WrongState("begin() was called in a capture; call it before the capture, and before each replay")
         gate, tables, publisher = self.gate, self.tables, self._publisher
         had_step = gate.enter()
         gate.run = None  # a step that is refused, or breaks off, leaves none that fill() would take for it

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import (
     BadBatch,
     BadProblem,
@@ -367,6 +368,9 @@ def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> 
     with pytest.raises(WrongState, match=r"call seal\(\) before the first captured step"):
         engine.capture(4)
     made.seal()
+    step = ExternalStep.decode(torch.zeros(1, dtype=torch.int32, device=device), num_seqs=0, max_kv_len=1)
+    with pytest.raises(WrongState, match="call it before the capture"), recorder_for(device).capture():
+        made.begin(step)
     with pytest.raises(WrongState, match="addresses are sealed already"):
         made.seal()
     with pytest.raises(CapacityExceeded, match="padded to 17 sequences, and the most is 16; raise num_seqs"):

@@ -15,7 +15,7 @@ import torch
 from rocm_attn.hip_graphs.collectives import waited_for
 from rocm_attn.hip_graphs.frozen_ops import Replayed
 from rocm_attn.hip_graphs.host_pool import HostPool
-from rocm_attn.hip_graphs.record_guard import RecordGuard
+from rocm_attn.hip_graphs.record_guard import RecordGuard, refuse_nested
 from rocm_attn.hip_graphs.recorder import refuse_unfinished
 from rocm_attn.hip_graphs.tape import Tape, Thunk, require_unmoved
 from rocm_attn.hip_graphs.tensor_trees import map_tensors
@@ -67,6 +67,7 @@ class FakeRecorder:
 
     def record(self, fn: Callable[[], T]) -> tuple[FakeRecording, T]:
         """Does the same as `Recorder.record`; fn runs twice."""
+        refuse_nested()
         # Lazily made tables and the like must exist before, as on a device, whose first launches load modules.
         with torch.no_grad():
             map_tensors(waited_for, fn())
@@ -77,6 +78,7 @@ class FakeRecorder:
 
     @contextmanager
     def capture(self) -> Iterator[FakeRecording]:
+        refuse_nested()
         tape = Tape(self._pool)
         guard = RecordGuard(torch.device("cpu"), run=tape.run)
         recording = FakeRecording(tape.operations, tape.storages)

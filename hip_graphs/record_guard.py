@@ -101,6 +101,9 @@ class RecordGuard:
     def __enter__(self) -> RecordGuard:
         stack = ExitStack()
         try:
+            # A cast that autocast has kept from before would be read, and not recorded; it dies with its autocast.
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
             stack.enter_context(_WATCH.by(self))
             stack.enter_context(_MethodGuard(self))
             stack.enter_context(_OperationGuard(self))
@@ -270,3 +273,11 @@ _WATCH = _Watch()
 def guard_here() -> RecordGuard | None:
     """Returns the guard that is active in this thread."""
     return _WATCH.here()
+
+
+def refuse_nested() -> None:
+    """Raises RecordingRefused if this thread records already: a stream of a device is captured into one graph."""
+    if guard_here() is not None:
+        raise RecordingRefused(
+            "a recording begins while this thread makes another one; begin it before that one, or after its end"
+        )

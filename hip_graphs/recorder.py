@@ -24,8 +24,9 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Makes recordings that share one memory pool.
 
-    Because the pool is shared, replaying one recording may overwrite the intermediates of another: replay one at a
-    time, in one order. Other recordings do not touch the results of fn as long as its recording lives.
+    Because the pool is shared, replay one recording at a time. A replay may overwrite the intermediates of others, and
+    the results of those that were made after it: use results, or copy them, before an earlier recording is replayed.
+    Later ones do not touch the results of fn as long as its recording lives.
     """
 
     def record(self, fn: Callable[[], T]) -> tuple[Recording, T]:
@@ -54,8 +55,9 @@ class GraphRecorder(Recorder, Protocol):
             graph.replay()
 
         Run the same work before, to warm up: capture does not. Results of the block hold garbage until the first
-        replay, which is refused before the block has ended. Keep every tensor that the block reads or makes, and that
-        is needed, as long as the recording is replayed.
+        replay, which is refused before the block has ended. On a CPU the block runs while it is recorded, so tensors
+        that it updates in place have advanced by a run; on a GPU they have not. Keep every tensor that the block reads
+        or makes, and that is needed, as long as the recording is replayed.
         Raises RecordingRefused out of the block if it requests work that cannot be replayed; the recorder can be used
         again then, and the recording cannot.
         """

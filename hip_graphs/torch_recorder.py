@@ -13,7 +13,7 @@ import torch
 
 from rocm_attn.hip_graphs.driver_graphs import DriverRefused, LaunchGraph, launch_of_graphs
 from rocm_attn.hip_graphs.plain_launch import Here, PlainLaunch, is_known
-from rocm_attn.hip_graphs.record_guard import RecordGuard
+from rocm_attn.hip_graphs.record_guard import RecordGuard, refuse_nested
 from rocm_attn.hip_graphs.recorder import refuse_unfinished
 
 T = TypeVar("T")
@@ -74,15 +74,18 @@ class TorchRecorder:
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
         """Runs after earlier work of the caller's stream, and before its later work."""
+        refuse_nested()
         if not self._live:
             # A pool whose last graph is gone cannot be captured into again.
             self._take_new_pool()
         with torch.cuda.device(self.device), torch.no_grad():
             callers = torch.cuda.current_stream()
             self._stream.wait_stream(callers)
-            with torch.cuda.stream(self._stream):
-                yield
-            callers.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:  # runs before a refusal wrote to memory that the caller goes on with
+                callers.wait_stream(self._stream)
 
     def release_memory(self) -> None:
         """Does the same as `Recorder.release_memory`; memory of warm-ups is freed even while recordings live."""
@@ -119,10 +122,10 @@ class TorchRecorder:
             try:
                 with RecordGuard(self.device, torch.cuda.is_current_stream_capturing):
                     yield recording
+                graph.capture_end()  # raises if a stream was forked and not joined
             except BaseException:
                 self._abandon(graph)
                 raise
-            graph.capture_end()
         recording.finish(self.device, torch.cuda.memory_reserved() - bytes_before)
         self._live.add(recording)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
+from rocm_attn.hip_graphs.record_guard import guard_here
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.machine.agreement import Agree, alone
@@ -341,11 +342,15 @@ class ExternalAttention:
         """Plans a step and publishes its lengths to the device. Call it outside of graphs.
 
         It makes one launch, one more for each copied table, and one for a mask of spans.
-        Raises BadBatch, NeverFits, WrongState, and what on_fault raises for an earlier step; no step is begun then.
+        Raises BadBatch, NeverFits, WrongState, and what on_fault raises for an earlier step; there is no step to fill
+        or run then.
         """
         require_kind("the step", step, ExternalStep, BadBatch)
+        if guard_here() is not None:
+            raise WrongState("begin() was called in a capture; call it before the capture, and before each replay")
         gate, tables, publisher = self.gate, self.tables, self._publisher
         had_step = gate.enter()
+        gate.run = None  # a step that is refused, or breaks off, leaves none that fill() would take for it
         try:
             run = self._runs.of(step)
             with on_device(self.device):

@@ -17,7 +17,7 @@ from rocm_attn.hip_graphs.recorder import GraphRecorder, Recording
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.launch import does_only_launch, observe_launches
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
-from rocm_attn.machine.devices import device_of
+from rocm_attn.machine.devices import device_of, require_there
 from rocm_attn.step.gate import Effects, RanStep
 from rocm_attn.step.outputs import Outputs, real_rows
 from rocm_attn.step.plan import GraphKey, StepPlan
@@ -37,8 +37,12 @@ _RUNS_PER_CAPTURE_RUN = 10
 
 
 def recorder_for(device: torch.device | str) -> GraphRecorder:
-    """Returns a recorder of HIP or CUDA graphs on a GPU; on a CPU, one that replays torch operations and launches."""
+    """Returns a recorder of HIP or CUDA graphs on a GPU; on a CPU, one that replays torch operations and launches.
+
+    Raises BadSetting.
+    """
     device = device_of(device)
+    require_there(device)
     if device.type == "cuda":
         from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 
@@ -186,7 +190,7 @@ class CapturedBucket:
     seconds:       wall time of warm-up and recording
     check_seconds: wall time of the comparison with the eager run
     num_bytes:     bytes by which the graphs' memory pool grew for it
-    output_bytes:  bytes of its outputs, which no other graph of the pool may use
+    output_bytes:  bytes of its outputs, which no later graph of the pool may use
     check:         the steps that it was compared on, in words
     """
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,17 @@ ALIGNMENT = 16
 # Forms of calls that a step remembers. Later forms, as of strides that keep changing, are not prepared.
 _MOST_FORMS = 64
 
+# Pairs of a call's tensors of which one is written, by the operation and the number of tensors: no part of one may be
+# in the other's memory.
+_APART: dict[tuple[str, int], tuple[tuple[int, int], ...]] = {
+    ("store", 2): (),
+    ("rope", 4): ((0, 3),),
+    **{("attend", count): tuple(combinations(range(count), 2)) for count in (2, 3)},
+    **{("store and attend", count): tuple(combinations(range(2, count), 2)) for count in (4, 5)},
+}
+# Such pairs, each with the bytes from the beginning to the end of both.
+Apart = tuple[tuple[int, int, int, int], ...]
+
 # Calls of the driver, with all their arguments.
 Launches = tuple[tuple[Run, tuple[object, ...]], ...]
 
@@ -59,11 +71,20 @@ class PreparedCall:
                *maps, *constants)
     maps:      functions that make maps of descriptors, each from the address with this number among the values
     constants: the values that all calls of the form share
+    apart:     tensors that must not share memory
     """
 
     made_of: Sequence[tuple[Run, Arguments]]
     maps: Sequence[tuple[int, MapOf]]
     constants: tuple[object, ...]
+    apart: Apart = ()
+
+    def may_meet(self, own: tuple[int, ...]) -> bool:
+        """True if tensors of these addresses may share memory and must not. One address is part of a form."""
+        for one, other, of_one, of_other in self.apart:
+            if -of_other < own[other] - own[one] < of_one and own[one] != own[other]:
+                return True
+        return False
 
     def launches(self, stream: int, addresses: tuple[int, ...]) -> Launches:
         """The launches of a call on a stream, by handle. addresses: of its tensors, in the order of the first call"""
@@ -169,7 +190,7 @@ class PreparedCalls:
             self._owned = self._owned or _storages(memory)
             prepared = prepare(notes.launches, call.addresses, self._owned)
             if prepared is not None:
-                self.by_form[call.form] = prepared
+                self.by_form[call.form] = replace(prepared, apart=call.apart)
 
 
 class RepeatedLauncher:
@@ -282,6 +303,15 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
+def _apart(operation: str, forms: Sequence[tuple[Any, ...]]) -> Apart:
+    """The tensors of a call that must not share memory. forms: of each of its tensors"""
+    lengths = [
+        int(dtype.itemsize * (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))))
+        for shape, stride, dtype, _ in forms
+    ]
+    return tuple((one, other, lengths[one], lengths[other]) for one, other in _APART[operation, len(forms)])
+
+
 def forms_alike(*tensors: Tensor) -> Callable[..., bool] | None:
     """Returns a function in C that checks whether as many tensors have the forms of these; it keeps none of them.
 
@@ -305,11 +335,13 @@ class AddressedCall(NamedTuple):
     form:      see PreparedCalls
     addresses: of the call's own tensors, then of the layer's; 0 if the layer has none
     num_own:   how many belong to the call
+    apart:     those that must not share memory
     """
 
     form: Hashable
     addresses: tuple[int, ...]
     num_own: int
+    apart: Apart = ()
 
 
 # Memory that a layer's launches read in addition to a call's own tensors: its pages, row work and head weights.
@@ -447,8 +479,8 @@ class LayerForms:
         form = operation, memory.layout, tuple(map(own.index, own)), forms
         addresses = (*own, *memory.addresses)
         call = prepared.by_form.get(form)
-        if call is None or _are_odd(own):
-            return AddressedCall(form, addresses, len(own))
+        if call is None or _are_odd(own) or call.may_meet(own):
+            return AddressedCall(form, addresses, len(own), _apart(operation, forms))
         stream = self._stream()
         launches = call.launches(stream, addresses)
         calls[layer] = LastCall(stream, own, forms, owners, launches) if layer in calls else _NOT_KEPT

@@ -135,7 +135,7 @@ def _one_of(name: str, whole: Any, parts: tuple[Tensor | None, Tensor | None]) -
     if whole is None and first is not None and second is not None:
         return first, second
     if first is not None or second is not None or whole is None:
-        raise BadTensor(f"{name} was given together with its parts; give one of them")
+        raise BadTensor(f"{name} is not given once: give it whole, or else both of its parts")
     found: Parts = whole if isinstance(whole, Tensor) else (whole[0], whole[1])
     return found
 

@@ -14,15 +14,17 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
+from rocm_attn.hip_graphs.record_guard import guard_here
 from rocm_attn.integrations.flashinfer.batch import NO_ROOM, BatchCapacity, PlannedBatch
 from rocm_attn.integrations.flashinfer.cells import seen_cells, token_positions
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Sight
 from rocm_attn.integrations.flashinfer.page_lists import PageLists
 from rocm_attn.integrations.flashinfer.requests import Geometry, alibi_slopes
-from rocm_attn.machine.devices import with_index
+from rocm_attn.machine.devices import StreamOrder, with_index
 from rocm_attn.machine.sending import sent
 from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
+from rocm_attn.providers.mixed import is_capturing
 from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, Boundaries, ExternalStep, NoCells
 from rocm_attn.step.head_weights import HeadWeights
 
@@ -81,6 +83,8 @@ class PlannedAttention:
     ) -> None:
         self.device, self._provider = with_index(device), provider
         self._fixed, self._each_one = fixed, each_one
+        # Calls share memory, and a program that knows of none may make them on several streams.
+        self._streams = StreamOrder(self.device)
         self._room = NO_ROOM
         self._page_size = 0
         self._lists: PageLists | None = None
@@ -103,6 +107,7 @@ class PlannedAttention:
     def plan(self, batch: PlannedBatch, geometry: Geometry) -> None:
         """Plans a batch for later runs, and begins its steps. Raises Unsupported, BadBatch, NeverFits, BadTensor."""
         self._refuse_capture()
+        self._streams.follow()
         self._batch = None
         if self._fixed is not None and self._each_one and (batch.lengths.q_len != 1).any():
             raise BadBatch("the wrapper was first planned with one new token per sequence, and now with others")
@@ -126,6 +131,7 @@ class PlannedAttention:
     def run(self, geometry: Geometry, inputs: Inputs, *, scale_value: float = 1.0) -> None:
         """Computes attention. scale_value: multiplies the scale. Raises BadTensor, WrongState, Unsupported."""
         batch = self.batch
+        self._streams.join()
         if not batch.lengths.num_tokens:
             return
         (low, high), num_pages = batch.page_ids, min(len(inputs.k), len(inputs.v))
@@ -294,9 +300,10 @@ class PlannedAttention:
         self._lists, self._room, self._page_size = lists, room, page_size
 
     def _refuse_capture(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if guard_here() is not None or is_capturing(self.device):
             raise WrongState(
-                "a plan cannot be captured; before the capture call plan(), and run() once with the same arguments"
+                "a plan cannot be captured, and functions without one make theirs; before the capture call plan(), and "
+                "run() once with the same arguments"
             )
 
 

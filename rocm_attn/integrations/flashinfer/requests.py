@@ -153,8 +153,11 @@ class Geometry:
             raise BadProblem("the scale of logits is 0; it must be a positive number, or None for head_dim ** -0.5")
         if (largest := max(getattr(self, name) for name in sizes)) > INT32_MAX:
             raise BadProblem(f"a size is {largest}; use at most {INT32_MAX}")
-        if min(self.head_dim, self.v_head_dim) < 1:
-            raise BadProblem(f"head dims are {self.head_dim} and {self.v_head_dim}; each must be at least 1")
+        if min(self.head_dim, self.v_head_dim, self.page_size) < 1:
+            raise BadProblem(
+                f"head dims are {self.head_dim} and {self.v_head_dim}, with pages of {self.page_size} tokens; each "
+                "must be at least 1"
+            )
         if not 1 <= self.num_kv_heads <= self.num_q_heads:
             raise BadProblem(
                 f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads; each must be at least 1"

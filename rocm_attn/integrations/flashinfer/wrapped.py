@@ -17,6 +17,7 @@ from rocm_attn.integrations.flashinfer.names import REFUSED_ATTRIBUTES, NotServe
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_out_dtype, check_layout, provider_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.machine.settings import whole_number
 
 
@@ -27,6 +28,7 @@ class Wrapper:
     """
 
     def __init__(self, float_workspace_buffer: Tensor) -> None:
+        require_tensor("float_workspace_buffer", float_workspace_buffer)
         self.device = float_workspace_buffer.device
         # Engines pass this attribute of one wrapper to others, although it is not public in FlashInfer either.
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import (
     BadBatch,
     BadProblem,
@@ -367,6 +368,9 @@ def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> 
     with pytest.raises(WrongState, match=r"call seal\(\) before the first captured step"):
         engine.capture(4)
     made.seal()
+    step = ExternalStep.decode(torch.zeros(1, dtype=torch.int32, device=device), num_seqs=0, max_kv_len=1)
+    with pytest.raises(WrongState, match="call it before the capture"), recorder_for(device).capture():
+        made.begin(step)
     with pytest.raises(WrongState, match="addresses are sealed already"):
         made.seal()
     with pytest.raises(CapacityExceeded, match="padded to 17 sequences, and the most is 16; raise num_seqs"):
@@ -384,6 +388,21 @@ def test_a_second_fill_that_is_refused_leaves_no_step_to_run(device: torch.devic
         made.fill(torch.tensor([[-1]], device=device))
     with pytest.raises(WrongState, match=r"call begin\(\) and fill\(\) first"):
         made.layers.store(0, row, row)
+
+
+def test_after_a_step_that_is_refused_the_one_before_it_cannot_be_filled_or_run(device: torch.device) -> None:
+    """It would store over its own tokens."""
+    filled = Filled(device, "torch")
+    made, row = filled.attention, filled.rows(1, KV_HEADS, DIM)
+    made.begin(filled.step([1]))
+    made.fill()
+    kv_len = torch.ones(BOUNDS.num_seqs + 1, dtype=torch.int32, device=device)
+    with pytest.raises(NeverFits, match="padded to 9 sequences"):
+        made.begin(ExternalStep.decode(kv_len, num_seqs=1, max_kv_len=1))
+    with pytest.raises(WrongState, match=r"call begin\(\) and fill\(\) first"):
+        made.layers.store(0, row, row)
+    with pytest.raises(WrongState, match=r"there is no step to fill; call begin\(\) first"):
+        made.fill()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["read in place", "gathered"])

@@ -17,6 +17,7 @@ def test_what_a_block_does_is_replayed_with_what_its_tensors_hold_then(lab: Lab)
     step()
     with lab.recorder.capture() as graph:
         out = step()
+    assert torch.equal(total, x * (3 if lab.device.type == "cpu" else 2)), "a CPU runs it while it records it"
     total.zero_()
     for value in (1.0, -3.0, 5.0):
         x.fill_(value)
@@ -53,3 +54,17 @@ def test_a_block_that_asks_for_a_value_is_refused_and_its_recording_too(lab: Lab
     graph.replay()
     assert out.tolist() == [2.0] * 4
     assert torch.is_grad_enabled()
+
+
+def test_a_recording_within_another_one_is_refused_and_the_other_one_goes_on(lab: Lab) -> None:
+    x = torch.ones(4, device=lab.device)
+    x + 1
+    with lab.recorder.capture() as graph:
+        with pytest.raises(RecordingRefused, match="while this thread makes another one"), lab.recorder.capture():
+            x.add_(1)
+        with pytest.raises(RecordingRefused, match="while this thread makes another one"):
+            lab.recorder.record(lambda: x.add_(1))
+        out = x + 1
+    x.fill_(5)
+    graph.replay()
+    assert (x.tolist(), out.tolist()) == ([5.0] * 4, [6.0] * 4)

@@ -191,3 +191,16 @@ def test_a_recording_keeps_its_function_and_what_the_function_reads_alive(lab: L
     assert alive() is not None
     recording.replay()
     assert out.tolist() == [8.0] * 3
+
+
+def test_weights_that_autocast_has_cast_before_a_recording_are_cast_in_each_replay(lab: Lab) -> None:
+    weights = torch.nn.Parameter(torch.ones(4, 4, device=lab.device))
+    x = torch.ones(2, 4, device=lab.device)
+    with torch.autocast(lab.device.type, torch.bfloat16):
+        x @ weights
+        recording, out = lab.recorder.record(lambda: x @ weights)
+        assert torch.is_autocast_cache_enabled()
+    with torch.no_grad():
+        weights.mul_(3)
+    recording.replay()
+    assert out.tolist() == [[12.0] * 4] * 2

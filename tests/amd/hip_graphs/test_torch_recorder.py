@@ -1,6 +1,7 @@
-"""Behaviour of a GPU's recorder that only a GPU can show."""
+"""Behaviour of a GPU's recorder, most of which only a GPU can show."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -34,6 +35,47 @@ def test_replays_run_on_the_stream_that_is_current_then() -> None:
             result = out.clone()
         stream.synchronize()
         assert bool((result == value + 1).all())
+
+
+def test_the_callers_stream_waits_for_the_recorders_also_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, str]] = []
+
+    class Stream(str):
+        def wait_stream(self, other: str) -> None:
+            waits.append((self, other))
+
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("caller's"))
+    recorder = object.__new__(TorchRecorder)  # a CPU can make none
+    vars(recorder).update(device=None, _live=[None], _stream=Stream("its own"))
+    with pytest.raises(RecordingRefused), recorder._on_own_stream():
+        raise RecordingRefused
+    assert waits == [("its own", "caller's"), ("caller's", "its own")]
+
+
+def test_a_capture_whose_end_raises_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would go on with its pool and its generators in a capture."""
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, **how: object) -> None:
+            calls.append("begin")
+
+        def capture_end(self) -> None:
+            raise RuntimeError("capturing stream has unjoined work")
+
+        def reset(self) -> None:
+            calls.append("reset")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    recorder = object.__new__(TorchRecorder)  # a CPU can make none
+    vars(recorder).update(device=torch.device("cpu"), _pool=None, _mend=lambda: calls.append("mend"))
+    with pytest.raises(RuntimeError, match="unjoined work"), recorder._capturing() as recording:
+        pass
+    assert calls == ["begin", "mend", "reset"]
+    with pytest.raises(RecordingRefused, match="was refused"):
+        recording.replay()
 
 
 @pytest.mark.gpu

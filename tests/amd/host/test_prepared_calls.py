@@ -200,6 +200,37 @@ def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: i
     assert [call is not None for call in made(given(odd=True))] == has_it
 
 
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_prepared_form_is_not_used_for_tensors_that_share_memory(is_after: bool) -> None:
+    """The checks of a call see it; a form that is prepared makes none of them."""
+    forms, *_ = forms_of(PLAIN)
+    kernel, calls, memory = Kernel(("first",)), PreparedCalls(), torch.zeros(4096)
+
+    def at(first: int, heads: int) -> Tensor:
+        return memory[first:].as_strided((4, heads, 16), (128, 16, 1))
+
+    def made(q: int, out: int) -> list[AddressedCall | None]:
+        k, v, sides = at(2048, 2), at(2080, 2), (at(q, 8), at(out, 8))
+        roped = forms.rope_and_store(calls, 0, Projected(sides[0], k, v, sides[1]), QkvWork())
+        lse = torch.zeros(4, 8)
+        with_lse = [
+            forms.attend(calls, 0, *sides, lse),
+            forms.store_and_attend(calls, 0, sides[0], k, v, sides[1], lse),
+        ]
+        without = [
+            forms.attend(calls, 0, *sides, None),
+            forms.store_and_attend(calls, 0, sides[0], k, v, sides[1], None),
+        ]
+        return [roped, *with_lse, *without]
+
+    for call in made(0, 512):
+        assert call is not None
+        with calls.noting(call, ()):
+            launch(kernel, (1,), 1)
+    assert made(0, 512) == made(1024, 1536) == made(1024, 512) == [None] * 5
+    assert None not in (made(1024, 1532) if is_after else made(1024, 516))
+
+
 def test_a_layer_that_lets_go_of_its_pages_keeps_its_forms_alone() -> None:
     forms, *_ = forms_of(PLAIN)
     kernel, calls, tensors = Kernel(("q",)), PreparedCalls(), q_and_out()

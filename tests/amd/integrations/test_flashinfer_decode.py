@@ -3,6 +3,7 @@
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
+from rocm_attn.integrations.flashinfer import planned
+from rocm_attn.machine.devices import StreamOrder
+from tests.amd.host.test_stream_order import Streams
 from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, ints, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Scores
 from tests.amd.runtime.interrupts import OutOfMemory
@@ -151,6 +155,20 @@ def test_functions_without_a_plan_may_be_called_in_several_threads_at_a_time(dev
         sys.setswitchinterval(interval)
     for first, second in zip(*found, strict=True):
         check(tuple(torch.stack(pair) for pair in zip(first, second, strict=True)), expected)
+
+
+def test_calls_may_come_on_several_streams(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lengths of one call would replace those of another one that still runs."""
+    streams = Streams()
+    monkeypatch.setattr(planned, "StreamOrder", partial(StreamOrder, streams=streams))
+    batch, q = new_batch((6, 3), 4, device=device), queries(2, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    for plan_on, run_on in ((0, 7), (0, 8)):
+        streams.now = plan_on
+        wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32")
+        streams.now = run_on
+        wrapper.run(q, batch.cache)
+    assert streams.take_log() == ["7 waits for 0", "0 waits for 0", "0 waits for 7", "8 waits for 0"]
 
 
 @pytest.mark.parametrize(("left", "right"), [(3, 1), (-1, 2), (4, -1), (0, 0), (-1, -1)])
@@ -363,6 +381,8 @@ def test_workspaces_are_handed_around_as_engines_do(device: torch.device) -> Non
     check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, [1, 1], [Scores(0.3)] * 2))
     wrapper.end_forward()
     check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, [1, 1], [Scores(0.3)] * 2))
+    with pytest.raises(BadTensor, match="float_workspace_buffer is a NoneType; give a tensor"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(None)
 
 
 def test_a_batch_of_nothing_gives_nothing(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Wrappers whose run() is captured: one recording serves every later plan that fits, and others are refused."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -95,6 +95,17 @@ def test_what_a_recording_does_not_serve_is_refused(device: torch.device) -> Non
     with pytest.raises(BadBatch, match="q_len_per_req is 2 after 1"):
         decode.wrapper.plan(*new_batch((2, 6, 2), 4, device=device).lists, *SIZES, 4, q_len_per_req=2)
     decode.plan(decode.batches((1, 6, 1), seed=0)[0])
+    (cache, _), sinks = decode.caches, torch.zeros(Q_HEADS, device=device)
+    calls: list[Callable[[], object]] = [
+        lambda: decode.wrapper.run(decode.q, cache, sinks=sinks),
+        lambda: flashinfer.single_decode_with_kv_cache(decode.q[0], cache[:, 0, 0], cache[:, 1, 0]),
+    ]
+    for call in calls:
+        with (
+            pytest.raises(WrongState, match=r"before the capture call plan\(\), and run\(\) once"),
+            recorder_for(device).capture(),
+        ):
+            call()
     for out, before in zip(decode.run(), first, strict=True):
         assert out[0].equal(before)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadProblem, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
 from rocm_attn.integrations.flashinfer.latent_batch import needed
 from tests.amd.integrations.batches import check, indptr, ints, workspace
@@ -169,6 +169,7 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
         ({"qo_indptr": latents.metadata.qo_indptr}, BadBatch, "give one of them"),
         ({"metadata": None}, BadBatch, "the plan lacks tensors"),
         ({"page_size": 2}, BadBatch, "does not give the pages of 2 tokens"),
+        ({"page_size": 0}, BadProblem, "with pages of 0 tokens; each must be at least 1"),
     ]
     for more, error, message in plans:
         with pytest.raises(error, match=message):
@@ -177,8 +178,9 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
     of_run: dict[str, Any] = {"query": latents.q, "kv_cache": latents.cache}
     runs: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"ckv_scale": 1.0}, Unsupported, "keep them in 16 bits"),
-        ({"q_nope": latents.q}, BadTensor, "query was given together with its parts"),
-        ({"kv_cache": None}, BadTensor, "kv_cache was given together with its parts"),
+        ({"q_nope": latents.q}, BadTensor, "query is not given once: give it whole, or else both of its parts"),
+        ({"kv_cache": None}, BadTensor, "kv_cache is not given once"),
+        ({"kv_cache": None, "ckv_cache": latents.cache[..., :CKV]}, BadTensor, "kv_cache is not given once"),
         ({"kv_cache": latents.cache[..., :40]}, BadTensor, "a latent cache is torch.float32"),
         ({"kv_cache": latents.cache[0]}, BadTensor, "it must be .pages, page_size, dim."),
         ({"kv_cache": latents.cache[:2]}, BadTensor, "the KV cache has pages 0 to 1"),

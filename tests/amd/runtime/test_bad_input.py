@@ -17,6 +17,7 @@ from rocm_attn.batch.mask import TokenSpans, spans_of_blocks
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
+from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, LayerSource
@@ -353,6 +354,9 @@ def test_arguments_of_another_kind_are_named(
         build_runtime([small_problem()], options, **{"device": "cpu", **given})
     with pytest.raises(BadSetting, match=words):
         ExternalAttention([LayerSource(small_problem())], table, **{"device": "cpu", "bounds": bounds, **given})
+    if "device" in given:
+        with pytest.raises(BadSetting, match=words):
+            recorder_for(given["device"])
 
 
 @pytest.mark.parametrize("value", [8.5, 8.0, "8", None, True, float("nan")])

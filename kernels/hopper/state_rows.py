@@ -495,7 +495,7 @@ def _add_decays(of, num_rows, HEADS: gl.constexpr):
 
 @gluon.jit
 def _decays_of(begun, left, sum_0, sum_1, sum_2, sum_3, token):
-    """Sums of decays of tokens, of those within their quarters and of quarters."""
+    """HeadDecays of tokens. begun, left: AddedDecays of these; sum_0 to sum_3: of the quarters"""
     quarter = token // _QUARTER
     in_first = left + gl.where(quarter == 0, sum_1, 0.0)
     in_second = begun + gl.where(quarter == 3, sum_2, 0.0)

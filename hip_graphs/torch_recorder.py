@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ctypes import c_void_p
 from functools import cache
+from threading import Lock
 from typing import TypeVar
 
 import torch
@@ -39,6 +40,29 @@ class TorchRecording:
     def keep(self, kept: object) -> None:
         """Keeps a reference to the object that it was captured from."""
         self._kept = kept
+
+
+class NoGarbageCollection:
+    """Pauses garbage collection while any thread captures: freeing another graph or its memory is illegal then."""
+
+    def __init__(self) -> None:
+        self._lock, self._captures, self._was_enabled = Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._captures:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._captures += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._captures -= 1
+            if not self._captures and self._was_enabled:
+                gc.enable()
+
+
+NO_GARBAGE_COLLECTION = NoGarbageCollection()
 
 
 class TorchRecorder:
@@ -115,7 +139,7 @@ class TorchRecorder:
         graph = torch.cuda.CUDAGraph()
         recording = TorchRecording(graph)
         bytes_before = torch.cuda.memory_reserved()
-        with _no_garbage_collection():
+        with NO_GARBAGE_COLLECTION:
             # thread_local: work of another thread meanwhile (loading, allocating) must not break the capture, but
             # illegal calls of this thread still must.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -156,18 +180,6 @@ class TorchRecorder:
         empty = torch.cuda.CUDAGraph()
         empty.capture_begin(capture_error_mode="thread_local")
         empty.capture_end()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Collecting garbage may free another graph or its memory, which is illegal during a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _replay_of(graph: torch.cuda.CUDAGraph, device: torch.device) -> Callable[[], None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.hip_graphs.errors import RecordingRefused
-from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
+from rocm_attn.hip_graphs.torch_recorder import NoGarbageCollection, TorchRecorder
 
 MIB = 1 << 20
 
@@ -20,6 +20,20 @@ def side_stream() -> torch.cuda.Stream:
 def test_a_device_that_is_no_gpu_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="got cpu"):
         TorchRecorder("cpu")
+
+
+def test_no_garbage_is_collected_until_the_last_of_several_captures_has_ended() -> None:
+    pause = NoGarbageCollection()
+    for was_enabled in (True, False):
+        gc.enable() if was_enabled else gc.disable()
+        try:
+            with pause:
+                pause.__enter__()  # by another thread, whose capture ends later
+            assert not gc.isenabled()
+            pause.__exit__()
+            assert gc.isenabled() == was_enabled
+        finally:
+            gc.enable()
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from rocm_attn.errors import CapacityExceeded
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
-from rocm_serve.cached_pages import NO_PAGE, NOT_KEPT, CachedPages
+from rocm_serve.cached_pages import NO_PAGE, CachedPages
 from rocm_serve.idle_pages import IdlePages
 from rocm_serve.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
 from tests.amd.runner.cache_invariants import check_cache
@@ -241,14 +241,6 @@ def test_a_number_is_given_to_another_page_only_when_no_row_names_it(is_found: b
     third = pages.serve((10, 11, 12, 13, 14))[0]
     assert named == set(third.cached.pages)
     check_cache(pages.cache, pages.table)
-
-
-def test_more_pages_than_the_columns_had_room_for_get_numbers() -> None:
-    columns = CachedPages(2, 1)
-    pages = [columns.make(bytes([number]), NO_PAGE) for number in range(9)]
-    assert sorted(pages) == list(range(9))
-    assert [columns.key[page] for page in pages] == [bytes([number]) for number in range(9)]
-    assert columns.num_rows[0, pages].tolist() == [NOT_KEPT] * 9
 
 
 @given(

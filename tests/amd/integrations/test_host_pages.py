@@ -80,12 +80,12 @@ def come_back(runtime: AttentionRuntime, tier: HostPages, keys: Sequence[bytes])
     return row, right
 
 
-@pytest.mark.parametrize("staged", [1, 4, 100])
+@pytest.mark.parametrize("staged", [0, 1, 4, 100])
 @pytest.mark.parametrize("model", MODELS)
 def test_pages_from_host_memory_decode_with_the_bits_of_pages_that_stayed(
     model: str, staged: int, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target's page ids are others, and no page around them is written. staged: records on the device at a time"""
+    """The target's page ids are others, and no page around them is written. staged: records that there is memory for"""
     if provider == "triton" and "latent" in model:
         provider = "torch"  # rows of 16 elements are too short for its latent kernels
     problems = MODELS[model]
@@ -420,6 +420,13 @@ def test_keys_without_a_page_of_their_own_move_nothing(
             call(keys, np.array(pages, np.int32))
     assert len(memory) == 2
     runtime.check_device()
+
+
+def test_no_keys_move_nothing(device: torch.device) -> None:
+    _, tier, _, pages = PutPage.by_a_row(device)
+    tier.put([], pages[:0])
+    assert tier.restore([], pages[:0]) == 0
+    assert tier.found(KEYS[0])
 
 
 def test_pages_that_others_use_are_not_loaded_into(device: torch.device) -> None:

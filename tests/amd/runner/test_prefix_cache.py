@@ -378,11 +378,18 @@ def test_what_the_device_was_waited_for_stays_known() -> None:
 
 
 def test_after_clear_rows_go_on_and_leave_nothing() -> None:
-    pages = Pages(40)
-    row, _ = pages.serve((1, 2, 3, 4, 5))
+    """Nor after pages of the same tokens that a newer row has stored, maybe with other weights."""
+    pages, tokens = Pages(40), (1, 2, 3, 4, 5, 6, 7, 8)
+    begun, row = pages.serve(tokens[:1])[0], pages.serve(tokens[:5])[0]
     pages.cache.clear()
-    pages.extend(row, (6, 7, 8))
+    pages.extend(begun, tokens[1:6])
     pages.idle_steps()
-    assert len(pages.cache) == pages.find((1, 2, 3, 4, 5, 6)) == 0
-    pages.leave(row)
+    assert len(pages.cache) == pages.find(tokens) == 0
+    newer, _ = pages.serve(tokens[:5])
+    pages.extend(row, tokens[5:])
+    pages.idle_steps()
+    assert pages.find((*tokens, 9)) == 4
+    for each in (begun, row, newer):
+        pages.leave(each)
+    pages.cache.clear()
     assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages

@@ -433,7 +433,7 @@ class PrefixCache:
             if passed in self._states and self._columns.num_rows[_FULL, passed] <= 1:  # no other row holds it
                 self._states.move_to_end(passed, last=False)
         kept, missing = self._table.kept, num - self._table.kept.num_free_states
-        given_back = [self._states.popitem(last=False)[0] for _ in range(min(len(self._states), max(0, missing)))]
+        given_back = [self._states.popitem(last=False)[0] for _ in range(min(len(self._states), missing))]
         kept.drop_states(self._columns.kept_id[given_back])
 
     def _put_state(self, page: int, num_tokens: int, row: CachedRow) -> None:

@@ -19,7 +19,7 @@ from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_serve.cached_pages import NO_PAGE, CachedPages
 from rocm_serve.idle_pages import IdlePages
-from rocm_serve.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
+from rocm_serve.prefix_cache import NONE_FOUND, CachedRow, PrefixCache, page_key, salt_key
 from tests.amd.runner.cache_invariants import check_cache
 
 PAGE = 2
@@ -197,6 +197,39 @@ def test_a_prefix_is_as_long_as_there_are_windows_for_it(
         pages.leave(row)
     pages.cache.clear()
     assert all(space.num_free_pages == space.num_usable_pages for space in pages.table.spaces)
+
+
+def test_a_row_gives_each_page_of_a_window_back_once() -> None:
+    """Another row holds it still."""
+    pages, tokens = Pages(60, swa_pages=40, window_left=3), tuple(range(12))
+    first, _ = pages.serve(tokens)
+    pages.idle_steps()
+    second, found = pages.serve((*tokens, 12))
+    assert found == 12
+    for new in range(20, 30, 2):
+        pages.extend(first, (new, new + 1))
+        check_cache(pages.cache, pages.table)
+    pages.leave(first)
+    pages.leave(second)
+    check_cache(pages.cache, pages.table)
+
+
+def test_a_page_that_two_rows_complete_in_one_step_is_entered_once() -> None:
+    pages, tokens = Pages(40), (1, 2, 3, 4)
+    rows = [CachedRow(), CachedRow()]
+    numbers = [pages.cache.admit(row, NONE_FOUND) for row in rows]
+    pages.table.reserve_all(np.array(numbers, np.int32), np.array([4, 4], np.int32))
+    pages.table.mark_stored(numbers, [4, 4])
+    pages.cache.enter([(row, number, tokens, 4) for row, number in zip(rows, numbers, strict=True)])
+    assert len(pages.cache) == 2
+    check_cache(pages.cache, pages.table)
+
+
+def test_no_page_of_a_tier_has_the_last_token_of_a_prompt() -> None:
+    pages, row = Pages(40), CachedRow()
+    cache = PrefixCache(pages.table, STEPS_UNTIL_KNOWN, Mock(found=lambda key: True))
+    cache.admit(row, NONE_FOUND)
+    assert [cache.num_in_tier(row, range(length)) for length in (6, 7, 1)] == [2, 3, 0]
 
 
 def test_a_page_of_a_window_comes_back_when_it_is_computed_again() -> None:

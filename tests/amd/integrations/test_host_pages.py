@@ -153,6 +153,17 @@ def test_an_interrupt_loses_no_record_of_host_memory() -> None:
         assert all(key in memory and (memory.at(key) == key[0]).all() for key in KEYS[:4])
 
 
+@pytest.mark.parametrize("block_bytes", [8, 40, 1 << 20])
+def test_each_record_has_memory_of_its_own_whatever_a_block_holds(
+    block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rocm_attn.paging.host_memory._BLOCK_BYTES", block_bytes)
+    memory = HostMemory(5 * 16, 16, pinned=False)
+    for key in KEYS[:5]:
+        memory.take(key).fill_(key[0])
+    assert all((memory.at(key) == key[0]).all() for key in KEYS[:5])
+
+
 class PutMeanwhile(HostPages):
     """Lets another thread put a page while this one has gathered its first one."""
 

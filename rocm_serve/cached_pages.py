@@ -18,7 +18,7 @@ NOT_KEPT = -1
 class CachedPages:
     """The columns. A page's number is its own until no row names it and free_unused() has seen it.
 
-    capacity:   pages that there is room for at first
+    capacity:   pages of the pool. A row or the cache holds the page that a number stands for, so there are no more
     num_spaces: of the table
 
     key:        of a page
@@ -41,8 +41,6 @@ class CachedPages:
 
     def make(self, key: bytes, before: int) -> int:
         """Returns the number of a new page, which one row names and the cache does not keep yet."""
-        if not self._free:
-            self._grow()
         page = self._free.pop()
         self.key[page], self.before[page] = key, before
         self.num_named[page] = 1
@@ -91,14 +89,3 @@ class CachedPages:
         for page in pages:
             if self.num_named[page] == 0:
                 self._free.append(page)
-
-    def _grow(self) -> None:
-        size = len(self.key)
-        for column in (self.before, self._first_after, self._next, self._last):
-            column += [NO_PAGE] * size
-        self.key += [b""] * size
-        self.kept_id = np.concatenate((self.kept_id, np.zeros_like(self.kept_id)))
-        self.step = np.concatenate((self.step, np.zeros_like(self.step)))
-        self.num_named = np.concatenate((self.num_named, np.zeros_like(self.num_named)))
-        self.num_rows = np.concatenate((self.num_rows, np.full_like(self.num_rows, NOT_KEPT)), axis=1)
-        self._free = list(range(2 * size - 1, size - 1, -1))

@@ -281,7 +281,8 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Empties the prefix cache: no later request uses pages that were stored before.
 
-        Call it after a change of the weights in place, while no request runs.
+        Call it after a change of the weights in place. Requests that run go on over the K and V that they have, and
+        leave no page to others.
         """
         self.settle()
         self._scheduler.forget_pages()

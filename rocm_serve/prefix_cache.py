@@ -78,6 +78,7 @@ class CachedRow:
         "keys",
         "moves_at",
         "newest_state",
+        "num_clears",
         "num_given_up",
         "pages",
         "salt",
@@ -92,6 +93,7 @@ class CachedRow:
         # page_no -> the page's number; NO_PAGE if the row has its own with the same tokens, or one that is not cached
         self.pages: list[int] = []
         self.first_held: list[int] = []  # per space: page_no of the first page that the row has not given back
+        self.num_clears = 0  # how often the cache had been cleared when the row was admitted
         self.moves_at = 0  # stored tokens at which the next page leaves a window
         self.states_at: tuple[int, ...] = ()  # tokens of the prompt after which states of recurrent layers are to stay
         self.newest_state = NO_PAGE  # the last page with a state that is less useful than a later one
@@ -156,6 +158,7 @@ class PrefixCache:
         self._step = 0
         self._right_until = 0
         self._num_given_up = 0  # how often pages were made unavailable
+        self._num_clears = 0
 
     def __len__(self) -> int:
         """Number of pages that can be found, or could be once their steps are known to be free of faults."""
@@ -217,7 +220,7 @@ class PrefixCache:
         ids = columns.kept_id[found]
         with self.changes:
             number = self._table.kept.admit_over(ids, start) if len(found) else self._table.admit()
-            row.pages, row.newest_state = found.tolist(), NO_PAGE
+            row.pages, row.newest_state, row.num_clears = found.tolist(), NO_PAGE, self._num_clears
             if row.pages and self.has_states:
                 self._states.move_to_end(row.pages[-1])
             row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
@@ -268,7 +271,7 @@ class PrefixCache:
         numbers: list[int] = []
         page_nos: list[int] = []
         for row, number, token_ids, num_stored in rows:
-            if row.is_cached:
+            if row.is_cached and row.num_clears == self._num_clears:
                 missing = self._missing(row, number, token_ids, num_stored // self._page_size, fresh)
                 owners += [row] * len(missing)
                 numbers += [number] * len(missing)
@@ -352,7 +355,8 @@ class PrefixCache:
         self._forget([page for page in row.pages if page != NO_PAGE])
 
     def clear(self) -> None:
-        """Forgets all pages, those of the tier too. Rows go on; pages that follow theirs are not entered."""
+        """Forgets all pages, those of the tier too. Rows that run go on, and no page of theirs is entered."""
+        self._num_clears += 1
         self._forget(list(self._pages.values()))
         self._tier.clear()
 
@@ -429,7 +433,7 @@ class PrefixCache:
             if passed in self._states and self._columns.num_rows[_FULL, passed] <= 1:  # no other row holds it
                 self._states.move_to_end(passed, last=False)
         kept, missing = self._table.kept, num - self._table.kept.num_free_states
-        given_back = [self._states.popitem(last=False)[0] for _ in range(min(len(self._states), max(0, missing)))]
+        given_back = [self._states.popitem(last=False)[0] for _ in range(min(len(self._states), missing))]
         kept.drop_states(self._columns.kept_id[given_back])
 
     def _put_state(self, page: int, num_tokens: int, row: CachedRow) -> None:

@@ -153,9 +153,7 @@ def _shapes(padding: PaddingPolicy, children: int) -> list[PaddedShape]:
         ]
         if padding.verify > 1 and children == 1:
             shapes += [
-                PaddedShape(kind, num_seqs, num_seqs * padding.verify)
-                for num_seqs in seqs
-                if num_seqs > kind.mixes and num_seqs * padding.verify not in tokens
+                PaddedShape(kind, num_seqs, num_seqs * padding.verify) for num_seqs in seqs if num_seqs > kind.mixes
             ]
     return shapes
 
@@ -168,7 +166,7 @@ def _exists(kind: StepKind, num_seqs: int, fewest_seqs: int, num_tokens: int, ch
     """
     if kind.mixes:
         return num_seqs > children and num_tokens >= max(fewest_seqs, 2 * children) + children
-    return num_tokens >= 2 * max(fewest_seqs, children)
+    return num_tokens >= 2 * round_up(fewest_seqs, children)
 
 
 def shape_name(shape: PaddedShape) -> str:

@@ -105,4 +105,3 @@ class HostMemory:
 
     def clear(self) -> None:
         self._slots.clear()
-        self._free = []

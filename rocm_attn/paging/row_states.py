@@ -115,7 +115,7 @@ class RowStates:
             if self._free:
                 states[at] = slot = self._free.pop()
                 self._tag_of[slot] = tag = self._new_tag()
-                self.copies.append(StateCopy(slot, tag, False, self._in_row(row, tokens)))
+                self.copies.append(StateCopy(slot, tag, self._in_row(row, tokens)))
         return states
 
     def are_due(self, rows: Int32Array, kv_len: Int32Array) -> npt.NDArray[np.bool_]:
@@ -231,7 +231,7 @@ class RowStates:
         return StateSource(SLOTS_OF_ROW * row, SLOTS_OF_ROW, int(self.tags[row]), kv_len)
 
     def _copy(self, row: int, source: StateSource) -> None:
-        self.copies.append(StateCopy(SLOTS_OF_ROW * row, int(self.tags[row]), True, source))
+        self.copies.append(StateCopy(SLOTS_OF_ROW * row, int(self.tags[row]), source))
 
     def _are_lost(self, row: int) -> npt.NDArray[np.bool_]:
         """bool [2]: the slots of a row of which only the device knows what they serve."""

@@ -162,8 +162,6 @@ class StatePool:
         made = torch.stack([header.new_full((), copy.tag), header.new_full((), -1), header[2], header[3]])
         made[3].fill_(copy.source.tokens)
         self.headers[copy.target].copy_(torch.where(found >= 0, made, 0))
-        if copy.target_is_row:
-            self.headers[copy.target + 1].zero_()
 
     def slot_with(self, source: StateSource) -> Tensor:
         """int64 [1]: the slot that a step would read to go on from a state; -1 if none has it. Waits for nothing.
@@ -199,11 +197,10 @@ class StateSource:
 class StateCopy:
     """A state that is copied to another slot.
 
-    target: the slot that is written; if it is the first of a row, the row's other slot loses its state
-    tag:    the request that the copy belongs to
+    target: the slot that is written: a checkpoint's, or the first one of a row. The row's other slot has another tag
+    tag:    the request that the copy belongs to, which no step has had yet
     """
 
     target: int
     tag: int
-    target_is_row: bool
     source: StateSource

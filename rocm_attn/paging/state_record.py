@@ -99,14 +99,13 @@ def read_head(states: StatePool, buffer: Tensor) -> RecordHead:
 
 
 def read_state(states: StatePool, slot: int, header: Tensor, buffer: Tensor) -> None:
-    """Copies the state of a record to the first slot of a row; the row's other slot loses its state.
+    """Copies the state of a record to the first slot of a row, whose tag no step has had yet.
 
     header: int32 [4], that of the slot; buffer: as write_record(), after must_be_after() has passed
     """
     _, record = _cut(states, buffer)
     states.memory[slot].copy_(_slot_of(record))
     states.headers[slot].copy_(header)
-    states.headers[slot + 1].zero_()
 
 
 def _cut(states: StatePool, buffer: Tensor) -> tuple[Tensor, Tensor]:

@@ -127,7 +127,7 @@ class Sides:
             return f"layer {number}"
         of_index = number - self.num_layers
         if of_index < len(self.indexed):
-            return f"index keys {of_index}"
+            return f"the index keys of layer {self.indexed[of_index]}"
         of_state = of_index - len(self.indexed)
         if of_state < len(self.folding):
             return f"the state of layer {self.folding[of_state]}"
@@ -218,7 +218,7 @@ class StepStores:
         """
         if self.refusal:
             raise BadBatch(self.refusal)
-        if self._in_turn > 1 and child % self._in_turn and not self._has_stored(child - 1, layer):
+        if child % self._in_turn and not self._has_stored(child - 1, layer):
             step = child % self._in_turn
             raise WrongState(
                 f"draft step {step} stores in layer {layer} before draft step {step - 1}; run the draft steps of a "

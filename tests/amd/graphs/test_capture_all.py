@@ -1,12 +1,14 @@
 """Capturing ahead of the first request, or after enough steps of a plan: the graphs, their order, their costs."""
 
 import io
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from rocm_attn.batch.padding import PaddingPolicy
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import (
     CPU_CAPTURE_RUNS,
@@ -22,6 +24,19 @@ from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Requests, Tiny, counts_on_the_host
+
+
+@pytest.mark.parametrize("seqs", [(1, 3, 4), (2, 3, 4)])
+def test_what_is_captured_are_the_shapes_of_all_steps_but_for_mixed_ones_whose_halves_are_not(
+    seqs: tuple[int, ...],
+) -> None:
+    padding = PaddingPolicy(SizeLadder(seqs), SizeLadder((2, 3, 4, 6)), max_children=2)
+    steps = (each for num_seqs in range(1, 5) for each in product(range(1, 7), repeat=num_seqs))
+    batches = [StepBatch(list(range(1, len(q_len) + 1)), q_len, q_len) for q_len in steps]
+    shapes = {shape for batch in batches for shape in (padding.shape(batch), padding.split_shape(batch))}
+    captured, of_steps = set(capture_shapes(padding)), set(filter(padding.captures, shapes))
+    assert captured <= of_steps
+    assert all(shape.kind.mixes and shape.num_halves == 2 for shape in of_steps - captured)
 
 
 def test_token_counts_are_captured_where_a_step_can_have_them() -> None:

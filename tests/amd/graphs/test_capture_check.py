@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.capture.check import NO_CHECK, CaptureCheck, bitwise_equal, rows_beyond_bounds
+from rocm_attn.batch.padding import PaddedShape, fits
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.capture.check import NO_CHECK, CaptureCheck, _own_draws, bitwise_equal, rows_beyond_bounds
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.probe_requests import ProbeLimits
 from rocm_attn.capture.step_runner import StepRunner
@@ -22,6 +25,7 @@ from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import (
     SERVED,
     Forgetful,
+    GivesNaN,
     Lazy,
     Requests,
     Tiny,
@@ -45,6 +49,7 @@ PLANTED: dict[str, Plant] = {
     "no fill": lambda tiny: (tiny.forward, Forgetful(_recorder(tiny), tiny.runtime, "fill")),
     "no store": lambda tiny: (tiny.forward, Forgetful(_recorder(tiny), tiny.runtime, "store_kv")),
     "a dead graph": lambda tiny: (tiny.forward, Lazy(_recorder(tiny))),
+    "NaN alone": lambda tiny: (tiny.forward, GivesNaN(_recorder(tiny))),
 }
 
 
@@ -230,6 +235,13 @@ def test_a_live_step_with_nan_in_a_request_leaves_graphs_to_later_steps(num_bad:
     assert ("K or V of a new token was infinite or NaN" in runner.counters.graphs_off) == (num_bad > 1)
 
 
+def test_each_step_of_a_check_fits_the_shape_where_another_order_of_the_halves_does_not() -> None:
+    live, shape = StepBatch([1, 2, 3, 4], [6, 1, 1, 6], [6, 1, 1, 6]), PaddedShape(StepKind.EXTEND, 4, 14, 2)
+    draws = list(_own_draws(live, shape))
+    assert all(fits(batch, shape) for batch in draws)
+    assert [batch.rows.tolist() for batch in draws] == [[1, 2, 3, 4], [2, 1], [1, 2, 3, 4], [1, 2, 3, 4]]
+
+
 def test_rows_beyond_the_bounds_are_found(provider: str) -> None:
     rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     for change, wrong in ((1e-7, []), (1e-3, [2]), (float("nan"), [2]), (float("inf"), [2])):
@@ -245,6 +257,8 @@ def test_rows_beyond_the_bounds_are_found(provider: str) -> None:
     assert rows_beyond_bounds(rows[:, 0], rows[:, 0] + torch.arange(5)) == [1, 2, 3, 4]
     assert rows_beyond_bounds(torch.arange(4), torch.tensor([0, 1, 5, 3])) != []
     assert rows_beyond_bounds(rows[:0], rows[:0]) == []
+    assert rows_beyond_bounds(rows, torch.full_like(rows, float("nan"))) == [0, 1, 2, 3, 4]
+    assert rows_beyond_bounds(rows.half().float(), rows.half()) == [0, 1, 2, 3, 4]
 
 
 def kept_values(runtime: AttentionRuntime, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> list[torch.Tensor]:

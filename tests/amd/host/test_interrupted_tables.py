@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -198,6 +198,20 @@ def test_pages_that_interrupts_have_lost_come_back_when_nothing_is_kept_any_more
     for pages in table.spaces:
         held = set(pages.entries_host[pages.entries_host != RESERVED_PAGE].tolist())
         assert pages.num_free_pages == pages.num_usable_pages - len(held)
+
+
+def test_a_drop_that_was_interrupted_may_be_repeated() -> None:
+    for line in count(1):
+        table = make_table()
+        row = table.admit()
+        table.reserve(row, 8)
+        table.mark_stored([row], [8])
+        ids = table.kept.keep(row, 0, 2)
+        if not interrupted_at(line, partial(table.kept.drop, ids)):
+            break
+        table.kept.drop(table.kept.ids())
+        assert len(table.kept.ids()) == 0
+    assert line > 9
 
 
 def test_a_copy_that_an_interrupt_has_left_goes_with_the_last_kept_page() -> None:

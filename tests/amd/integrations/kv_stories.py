@@ -152,7 +152,8 @@ MODELS = {
     "different layers": [small_problem(), small_problem(num_kv_heads=3, head_dim=20, v_head_dim=12)],
     "codes": coded(FNUZ, Scales.HEAD),
     "latents": [LATENT] * 2,
-    "latent codes": [replace(LATENT, kv_encoding=FN, kv_scales=Scales.TOKEN)],
+    # A page of 100 bytes is no whole number of words.
+    "latent codes": [replace(LATENT, head_dim=21, kv_encoding=FN, kv_scales=Scales.TOKEN)],
     "latent records": [record_layer()],
     "index keys": [layer(indexer(Indexing(0.25, top=5))), layer()],
     "index keys of several tokens": [layer(indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED)))],

@@ -80,12 +80,12 @@ def come_back(runtime: AttentionRuntime, tier: HostPages, keys: Sequence[bytes])
     return row, right
 
 
-@pytest.mark.parametrize("staged", [1, 4, 100])
+@pytest.mark.parametrize("staged", [0, 1, 4, 100])
 @pytest.mark.parametrize("model", MODELS)
 def test_pages_from_host_memory_decode_with_the_bits_of_pages_that_stayed(
     model: str, staged: int, provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target's page ids are others, and no page around them is written. staged: records on the device at a time"""
+    """The target's page ids are others, and no page around them is written. staged: records that there is memory for"""
     if provider == "triton" and "latent" in model:
         provider = "torch"  # rows of 16 elements are too short for its latent kernels
     problems = MODELS[model]
@@ -151,6 +151,17 @@ def test_an_interrupt_loses_no_record_of_host_memory() -> None:
         for key in KEYS[:4]:
             memory.take(key).fill_(key[0])
         assert all(key in memory and (memory.at(key) == key[0]).all() for key in KEYS[:4])
+
+
+@pytest.mark.parametrize("block_bytes", [8, 40, 1 << 20])
+def test_each_record_has_memory_of_its_own_whatever_a_block_holds(
+    block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rocm_attn.paging.host_memory._BLOCK_BYTES", block_bytes)
+    memory = HostMemory(5 * 16, 16, pinned=False)
+    for key in KEYS[:5]:
+        memory.take(key).fill_(key[0])
+    assert all((memory.at(key) == key[0]).all() for key in KEYS[:5])
 
 
 class PutMeanwhile(HostPages):
@@ -420,6 +431,13 @@ def test_keys_without_a_page_of_their_own_move_nothing(
             call(keys, np.array(pages, np.int32))
     assert len(memory) == 2
     runtime.check_device()
+
+
+def test_no_keys_move_nothing(device: torch.device) -> None:
+    _, tier, _, pages = PutPage.by_a_row(device)
+    tier.put([], pages[:0])
+    assert tier.restore([], pages[:0]) == 0
+    assert tier.found(KEYS[0])
 
 
 def test_pages_that_others_use_are_not_loaded_into(device: torch.device) -> None:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, WrongState
 from rocm_attn.integrations.kv_passport import KVPassport
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.kernels.states.arguments import Update
-from rocm_attn.paging.state_pool import RecurrentLayers, StatePool, StateSource
+from rocm_attn.paging.row_states import RowStates
+from rocm_attn.paging.state_pool import RecurrentLayers, StateCopy, StatePool, StateSource
 from rocm_attn.paging.state_record import RecordHead, must_be_after, num_record_bytes, read_head, write_record
 from rocm_attn.recurrence import Recurrence
 from tests.amd.integrations.kv_stories import of_row
@@ -266,6 +268,26 @@ def test_any_word_of_a_buffer_of_any_length_counts(num_words: int, device: torch
         assert read_head(states, buffer).checksum, place
         words[place] ^= 1 << place % 63
     assert read_head(states, buffer).checksum == 0
+
+
+def test_a_slot_has_the_states_from_its_folded_to_its_last_tokens_and_a_copy_has_one(device: torch.device) -> None:
+    states = StatePool(RecurrentLayers([SUMS], kept=2), num_rows=3, device=device)
+    states.headers[2] = torch.tensor([7, 2, 3, 5], device=device)
+    found = [int(states.slot_with(StateSource(2, 2, 7, tokens))) for tokens in range(8)]
+    assert found == [-1, -1, -1, 2, 2, 2, -1, -1]
+    states.copy(StateCopy(4, 9, StateSource(2, 2, 7, 4)))
+    assert states.headers[4].tolist() == [9, -1, 3, 4]
+
+
+def test_a_state_is_sent_from_where_the_copy_of_its_own_row_reads_it() -> None:
+    """Copies of two forks are pending, as no step has run since."""
+    states = RowStates(RecurrentLayers([SUMS]), num_rows=5, page_size=4)
+    for row in (1, 2, 3, 4):
+        states.begin(row)
+    states.note(StepBatch([1, 2], [4, 4], [4, 4]))
+    states.fork(1, 3, 4)
+    states.fork(2, 4, 4)
+    assert [states.source_of(row, 4).slot for row in (1, 2, 3, 4)] == [2, 4, 2, 4]
 
 
 def test_a_buffer_without_a_state_is_refused(device: torch.device) -> None:

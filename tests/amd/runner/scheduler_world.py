@@ -274,8 +274,6 @@ class World:
             source = copy.source
             found = [self.states.get(slot) for slot in range(source.slot, source.slot + source.num_slots)]
             serving = [each for each in found if each is not None and each.serves(source.tag, source.tokens)]
-            if copy.target_is_row:
-                self.states.pop(copy.target + 1, None)
             self.states.pop(copy.target, None)
             if serving:
                 newest = max(serving, key=lambda each: each.start)

@@ -17,9 +17,9 @@ from rocm_attn.errors import CapacityExceeded
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
-from rocm_serve.cached_pages import NO_PAGE, NOT_KEPT, CachedPages
+from rocm_serve.cached_pages import NO_PAGE, CachedPages
 from rocm_serve.idle_pages import IdlePages
-from rocm_serve.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
+from rocm_serve.prefix_cache import NONE_FOUND, CachedRow, PrefixCache, page_key, salt_key
 from tests.amd.runner.cache_invariants import check_cache
 
 PAGE = 2
@@ -199,6 +199,39 @@ def test_a_prefix_is_as_long_as_there_are_windows_for_it(
     assert all(space.num_free_pages == space.num_usable_pages for space in pages.table.spaces)
 
 
+def test_a_row_gives_each_page_of_a_window_back_once() -> None:
+    """Another row holds it still."""
+    pages, tokens = Pages(60, swa_pages=40, window_left=3), tuple(range(12))
+    first, _ = pages.serve(tokens)
+    pages.idle_steps()
+    second, found = pages.serve((*tokens, 12))
+    assert found == 12
+    for new in range(20, 30, 2):
+        pages.extend(first, (new, new + 1))
+        check_cache(pages.cache, pages.table)
+    pages.leave(first)
+    pages.leave(second)
+    check_cache(pages.cache, pages.table)
+
+
+def test_a_page_that_two_rows_complete_in_one_step_is_entered_once() -> None:
+    pages, tokens = Pages(40), (1, 2, 3, 4)
+    rows = [CachedRow(), CachedRow()]
+    numbers = [pages.cache.admit(row, NONE_FOUND) for row in rows]
+    pages.table.reserve_all(np.array(numbers, np.int32), np.array([4, 4], np.int32))
+    pages.table.mark_stored(numbers, [4, 4])
+    pages.cache.enter([(row, number, tokens, 4) for row, number in zip(rows, numbers, strict=True)])
+    assert len(pages.cache) == 2
+    check_cache(pages.cache, pages.table)
+
+
+def test_no_page_of_a_tier_has_the_last_token_of_a_prompt() -> None:
+    pages, row = Pages(40), CachedRow()
+    cache = PrefixCache(pages.table, STEPS_UNTIL_KNOWN, Mock(found=lambda key: True))
+    cache.admit(row, NONE_FOUND)
+    assert [cache.num_in_tier(row, range(length)) for length in (6, 7, 1)] == [2, 3, 0]
+
+
 def test_a_page_of_a_window_comes_back_when_it_is_computed_again() -> None:
     pages = Pages(40, swa_pages=8, window_left=3)
     tokens = tuple(range(12))
@@ -241,14 +274,6 @@ def test_a_number_is_given_to_another_page_only_when_no_row_names_it(is_found: b
     third = pages.serve((10, 11, 12, 13, 14))[0]
     assert named == set(third.cached.pages)
     check_cache(pages.cache, pages.table)
-
-
-def test_more_pages_than_the_columns_had_room_for_get_numbers() -> None:
-    columns = CachedPages(2, 1)
-    pages = [columns.make(bytes([number]), NO_PAGE) for number in range(9)]
-    assert sorted(pages) == list(range(9))
-    assert [columns.key[page] for page in pages] == [bytes([number]) for number in range(9)]
-    assert columns.num_rows[0, pages].tolist() == [NOT_KEPT] * 9
 
 
 @given(
@@ -386,11 +411,18 @@ def test_what_the_device_was_waited_for_stays_known() -> None:
 
 
 def test_after_clear_rows_go_on_and_leave_nothing() -> None:
-    pages = Pages(40)
-    row, _ = pages.serve((1, 2, 3, 4, 5))
+    """Nor after pages of the same tokens that a newer row has stored, maybe with other weights."""
+    pages, tokens = Pages(40), (1, 2, 3, 4, 5, 6, 7, 8)
+    begun, row = pages.serve(tokens[:1])[0], pages.serve(tokens[:5])[0]
     pages.cache.clear()
-    pages.extend(row, (6, 7, 8))
+    pages.extend(begun, tokens[1:6])
     pages.idle_steps()
-    assert len(pages.cache) == pages.find((1, 2, 3, 4, 5, 6)) == 0
-    pages.leave(row)
+    assert len(pages.cache) == pages.find(tokens) == 0
+    newer, _ = pages.serve(tokens[:5])
+    pages.extend(row, tokens[5:])
+    pages.idle_steps()
+    assert pages.find((*tokens, 9)) == 4
+    for each in (begun, row, newer):
+        pages.leave(each)
+    pages.cache.clear()
     assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages

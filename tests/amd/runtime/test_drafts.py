@@ -114,8 +114,10 @@ def test_a_draft_step_waits_for_its_parents(provider: str, device: torch.device)
     drafts[0].layers.store_and_attend(0, q, k, v, out)
     with pytest.raises(WrongState, match="in this order and once each"):
         drafts[2].keep_branches()
-    with pytest.raises(BadTensor, match=r"takes torch.int32 \[\d, 2\]"):
-        drafts[1].set_parents(torch.zeros(2, 2, dtype=torch.int64, device=world.runtime.device))
+    right = torch.zeros_like(drafts[1].token_ids)
+    for wrong in (right.long(), right[1:]):
+        with pytest.raises(BadTensor, match=r"takes torch.int32 \[\d, 2\]"):
+            drafts[1].set_parents(wrong)
     with pytest.raises(BadTensor, match="parents is a list; give a tensor"):
         drafts[1].set_parents([[0, 1]])  # type: ignore[arg-type]
     drafts[1].keep_branches()

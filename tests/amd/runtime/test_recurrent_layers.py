@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.paging.state_pool import RecurrentLayers, StateCopy
@@ -381,6 +383,18 @@ def test_a_step_that_leaves_out_a_layer_has_not_stored(device: torch.device) -> 
         BadBatch, match="its last step did not store in the convolution of recurrent layer 1, the state"
     ):
         world.run([one], [world.ids(1)])
+
+
+def test_rounds_of_drafts_and_masks_are_refused(device: torch.device) -> None:
+    """A state goes on token after token, whatever the tokens of a tree or of a branch see."""
+    runtime = Hybrid(device, "torch").runtime
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 8)
+    chain = StepBatch([row], [2], [2])
+    tree = TreeMask(torch.tensor([[-1, 0]], dtype=torch.int32, device=device))
+    for wrong in (replace(chain, mask=tree), replace(chain, drafts=Drafts(1, 2))):
+        with pytest.raises(BadBatch, match="is a round of drafts or has a mask"):
+            runtime.step(wrong)
 
 
 def test_wrong_arguments_are_named(device: torch.device) -> None:

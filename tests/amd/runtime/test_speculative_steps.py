@@ -14,17 +14,22 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, BadTensor, OutOfRows, WrongState
+from rocm_attn.errors import BadBatch, BadTensor, OutOfRows, Unsupported, WrongState
 from rocm_attn.kernels.cache.page_format import RECORDS
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
+from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities
 from rocm_attn.paging.state_slots import require_state_slots
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.accepting import accept_drawn, accept_sampled, select_last_accepted, verified
+from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from tests.amd.host.test_stream_order import Streams
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.problems import record_layer, small_problem
+from tests.amd.worlds.compressed import layers
+from tests.amd.worlds.problems import indexer, record_layer, small_problem
+from tests.amd.worlds.problems import layer as indexed
 from tests.amd.worlds.world import Request, World, page_zero_is_zero, take_back
 
 each_pool = pytest.mark.parametrize("swa", [False, True], ids=["one space", "hybrid"])
@@ -133,8 +138,9 @@ def test_the_row_of_the_last_accepted_token_is_the_sequences_own(device: torch.d
         assert select_last_accepted(rows, step, given)[:2].tolist() == wanted
     with pytest.raises(BadTensor, match="padded tokens"):
         select_last_accepted(rows[1:], step, given)
-    with pytest.raises(BadTensor, match=r"num_accepted is torch\.float32"):
-        select_last_accepted(rows, step, given.float())
+    for wrong in (given.float(), given[:1]):
+        with pytest.raises(BadTensor, match=r"num_accepted is torch\.\w+ of shape"):
+            select_last_accepted(rows, step, wrong)
     with pytest.raises(BadTensor, match="rows is a list; give a tensor"):
         select_last_accepted(rows.tolist(), step, given)  # type: ignore[arg-type]
     with pytest.raises(BadTensor, match="num_accepted is a list; give a tensor"):
@@ -312,10 +318,25 @@ def test_paths_that_a_move_would_read_past_the_end_of_are_refused(device: torch.
         (accepted._replace(kv_len=counts.long()), "kv_len of a move is torch.int64"),
         (accepted._replace(num_accepted=counts.to("meta")), "num_accepted of a move is .* on meta"),
         (accepted._replace(path=accepted.path[0]), r"path of a move .* must be .* \[3, nodes\]"),
+        (accepted._replace(path=accepted.path.repeat(1, 2)[:, ::2]), "path of a move .* must be .* contiguous"),
     ):
         with pytest.raises(BadTensor, match=named):
             world.runtime.move_accepted(wrong)
     world.runtime.move_accepted(accepted)
+
+
+@pytest.mark.parametrize(
+    ("problems", "what"),
+    [
+        ([indexed(indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED)))], "an index key of layer 0"),
+        (layers(), "a row of layer 1"),
+    ],
+)
+def test_what_stands_for_several_tokens_does_not_move(problems: list[Problem], what: str, device: torch.device) -> None:
+    options = RuntimeOptions(num_pages=20, max_num_seqs=2, max_kv_len=32, provider="torch")
+    runtime = build_runtime(problems, options, device=device)
+    with pytest.raises(Unsupported, match=f"{what} stands for several tokens, so it cannot follow one that moves"):
+        runtime.core.moves.move(Accepted.empty(1, 3, device), torch.ones(1, dtype=torch.int32, device=device))
 
 
 def test_paths_are_moved_in_the_rows_of_their_step_alone(device: torch.device) -> None:

@@ -16,6 +16,7 @@ from rocm_attn.capture.kernel_bundle import load_bundle, save_bundle
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
 from rocm_attn.cli.arguments import pages_as_json, planned_runtime
 from rocm_attn.cli.progress_bar import ProgressBar
+from rocm_attn.cli.signals import sigterm_interrupts
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.releases import triton_version
 from rocm_attn.machine.target import Target, detect_target, known_target, target_elsewhere
@@ -66,8 +67,8 @@ def _with_bundles(
 
     try:
         require_place(Path(options.bundle), "--bundle")
-        # An empty cache, so that the bundle has the kernels of this model and no others.
-        with TemporaryDirectory() as folder, cache_at(folder):
+        # An empty cache, so that the bundle has the kernels of this model and no others. It is removed at SIGTERM too.
+        with sigterm_interrupts(), TemporaryDirectory() as folder, cache_at(folder):
             report = compile_all()
             if not report.compiled:
                 raise BadSetting(f"--bundle has nothing to write: {report.lines()[0]}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any, TextIO, cast
 
 
@@ -16,6 +19,19 @@ def say(*lines: str) -> None:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
     except OSError:
         _point_at_nothing(sys.stderr)
+
+
+def json_text(value: object) -> str:
+    """A value as JSON. It has no NaN and infinities, so they become null."""
+    return json.dumps(_finite(value), indent=1, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class StdoutFailed(Exception):

@@ -1,7 +1,6 @@
 """`rocm-attn truth`: checks that every key of a long context is found, on this machine and for a model's layers."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,7 @@ import torch
 from rocm_attn.cli.arguments import described_model, device_named, kv_encodings, page_choice, pages_as_json
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.signals import sigterm_interrupts
+from rocm_attn.cli.streams import json_text
 from rocm_attn.errors import BadProblem, RocmAttnError, Unsupported
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
         has_more_to_say = bool(results) or not ended_before
         if options.json and has_more_to_say:
             passed = not ended_before and bool(results) and all(report.passed for _, _, report in results)
-            print(json.dumps(_as_json(target, passed, results, refused), indent=2), flush=True)
+            print(json_text(_as_json(target, passed, results, refused)), flush=True)
         elif has_more_to_say:
             print("".join(f"not run: {way}: {why}\n" for way, why in refused), end="", flush=True)
     failed = [str(way) for way, _, report in results if not report.passed]

@@ -49,6 +49,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     )
     if fields.has("expert_count"):
         raise BadModel(f"{file.name} is a mixture of experts, which the runner does not read from GGUF")
+    if not fields.flag("attention.causal", True):
+        raise BadModel(f"{fields.source} is not causal; the runner generates text, token after token")
     attention, shapes = _attention(fields), file.shapes()
     projections = HeadProjections(
         qkv_bias="model.layers.0.self_attn.q_proj.bias" in shapes,

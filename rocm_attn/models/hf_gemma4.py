@@ -57,7 +57,7 @@ def gemma4_windows(fields: Fields) -> tuple[int, ...]:
 def _own_heads(fields: Fields, own: Fields, number: int, *, is_full: bool) -> tuple[int, int]:
     """KV heads and head size of a layer. own: the file's settings of single layers, as transformers 5 writes them"""
     kv_heads, head_dim = fields.count("num_key_value_heads"), fields.count("head_dim")
-    if fields.has("per_layer_config"):  # an empty one: no layer has settings of its own
+    if "per_layer_config" in fields.values:  # an empty one, or null: no layer has settings of its own
         # transformers writes the numbers with as many digits as the largest has
         name = next((name for name in own.values if name.isdecimal() and int(name) == number), str(number))
         layer = own.inner(name)

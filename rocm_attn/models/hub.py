@@ -26,19 +26,24 @@ def config_of_id(name: str) -> Path:
     """The config.json of a model on the hub, without its weights. Raises BadModel."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, _CONFIG)
-    return Path(cached) if isinstance(cached, str) else _fetched(name, lambda: hf_hub_download(name, _CONFIG))
+    def find() -> str:
+        cached = try_to_load_from_cache(name, _CONFIG)
+        return cached if isinstance(cached, str) else hf_hub_download(name, _CONFIG)
+
+    return _found(name, find)
 
 
 def directory_of_id(name: str) -> Path:
     """The directory of a model's config, tokenizer and weights in the hub's cache. Raises BadModel."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, _CONFIG)
-    if isinstance(cached, str) and _has_weights(Path(cached).parent):
-        return Path(cached).parent
-    patterns = {"allow_patterns": list(_FILES), "ignore_patterns": list(_NOT_READ)}
-    directory = _fetched(name, lambda: snapshot_download(name, **patterns))
+    def find() -> str:
+        cached = try_to_load_from_cache(name, _CONFIG)
+        if isinstance(cached, str) and _has_weights(Path(cached).parent):
+            return str(Path(cached).parent)
+        return str(snapshot_download(name, allow_patterns=list(_FILES), ignore_patterns=list(_NOT_READ)))
+
+    directory = _found(name, find)
     if not _has_weights(directory):
         raise BadModel(f"{name} has no whole weights in {directory}; run: hf download {name}")
     return directory
@@ -53,9 +58,9 @@ def _has_weights(directory: Path) -> bool:
         return (directory / "model.safetensors").is_file()
 
 
-def _fetched(name: str, fetch: Callable[[], str]) -> Path:
+def _found(name: str, find: Callable[[], str]) -> Path:
     try:
-        return Path(fetch())
+        return Path(find())
     except Exception as error:  # the package's errors, and those of its HTTP library, have no common class
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BadModel(

@@ -301,10 +301,10 @@ class StepEvidence:
     def read(cls, path: Path) -> StepEvidence:
         """Reads a file. Raises BadSetting if it holds no evidence, or is damaged."""
         try:
-            content = torch.load(path, weights_only=True)
-            with zipfile.ZipFile(path) as file:  # torch compares no checksum
+            with zipfile.ZipFile(path) as file:  # torch compares no checksum, and takes other bytes for a pickle
                 if changed := file.testzip():
                     raise BadSetting(f"{path} is damaged: the bytes of {changed} have changed; copy the file again")
+            content = torch.load(path, weights_only=True)
             if content["format"] != _FORMAT:
                 raise BadSetting(f"{path} has format {content['format']}; this version reads format {_FORMAT}")
             launches = [
@@ -325,8 +325,8 @@ class StepEvidence:
         except _NO_EVIDENCE as error:
             if isinstance(error, BadSetting):
                 raise
-            # torch adds advice, in several lines, and says nothing of an empty file
-            reason = str(error).partition("\n")[0].partition(". ")[0] or "it is empty"
+            # torch adds advice, in several lines
+            reason = str(error).partition("\n")[0].partition(". ")[0]
             raise BadSetting(
                 f"{path} holds no evidence of a step ({reason}); give a file that --evidence has written"
             ) from error

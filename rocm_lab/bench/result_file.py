@@ -1,7 +1,6 @@
 """Result files: the measurements with every sample, the machine, and the settings."""
 
 import json
-import math
 import os
 import re
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rocm_attn.cli.streams import json_text
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import detect_target
 from rocm_attn.machine.whole_files import whole_file
@@ -84,19 +84,6 @@ def shareable(word: str) -> str:
     return f"{flag}{equals}{'@' if value.startswith('@') else ''}{Path(value).name}"
 
 
-def as_text(result: Mapping[str, Any]) -> str:
-    """Returns a result as JSON. It has no NaN and infinities, so they become null."""
-    return json.dumps(_finite(result), indent=1, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
-
-
 def read_result(path: Path) -> ResultFile:
     """Reads a result file. Raises BadSetting if it is missing or damaged, or is no result file of this schema."""
     try:
@@ -152,7 +139,7 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Writes a result as JSON, whole or not at all. Raises BadSetting if the file cannot be written."""
     try:
         with whole_file(path) as part:
-            part.write_text(as_text(result) + "\n")
+            part.write_text(json_text(result) + "\n")
     except OSError as error:
         raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another file") from error
 
@@ -166,10 +153,10 @@ def deliver(result: Mapping[str, Any], out: str | None, *, in_json: bool) -> Non
         try:
             write_json(Path(out), result)
         except BadSetting:
-            print(as_text(result))
+            print(json_text(result))
             raise
     if in_json:
-        print(as_text(result))
+        print(json_text(result))
 
 
 def lines_of(rows: Sequence[ContestantResult]) -> list[str]:

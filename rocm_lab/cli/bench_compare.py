@@ -5,9 +5,10 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from rocm_attn.cli.streams import json_text
 from rocm_attn.errors import RocmAttnError
 from rocm_lab.bench.compare import Allowed, Change, compare
-from rocm_lab.bench.result_file import as_text, read_result
+from rocm_lab.bench.result_file import read_result
 
 _WORSE = (Change.SLOWER, Change.BROKEN)
 
@@ -26,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
     summary = ", ".join(f"{counts[change]} {change.value}" for change in Change if counts[change])
     if options.json:
         rows = [{**asdict(row), "change": row.change.value} for row in found]
-        print(as_text({"smallest": options.smallest / 100, "rows": rows}))
+        print(json_text({"smallest": options.smallest / 100, "rows": rows}))
     else:
         print("\n".join(row.line() for row in found if options.every or row.change is not Change.SAME))
         print(f"{len(found)} rows: {summary} (differences below {options.smallest:g}% do not count)")

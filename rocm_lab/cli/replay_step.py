@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from rocm_attn.capture.check import NO_CHECK, bitwise_equal
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.cli.arguments import device_named
+from rocm_attn.cli.streams import json_text
 from rocm_attn.errors import BadSetting, NeverFits, RocmAttnError
 from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
             "same_kernels": replay.same_kernels,
             "deterministic": replay.runtime.deterministic,
         }
-        print(json.dumps({"step": asdict(noted), **facts, "layer_kinds": [asdict(result) for result in results]}))
+        print(json_text({"step": asdict(noted), **facts, "layer_kinds": [asdict(result) for result in results]}))
     else:
         print("\n".join(_lines(dump, noted, replay, results)))
     if any(DIFFERS in (result.eager, result.graph) or result.bitwise is False for result in results):

@@ -126,6 +126,15 @@ def test_a_kernel_that_is_wrong_fails(
     assert f"step {len(STEPS)} gives different results" in printed.err
 
 
+def test_a_result_that_is_no_number_is_null_in_the_json(
+    path: str, device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchDecode, "attend", lambda self, args, step, bounds: args.out.fill_(float("nan")))
+    assert main(["replay-step", path, "--json", "--device", str(device)]) == FAILED
+    said = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(word))
+    assert (said["layer_kinds"][0]["eager"], said["layer_kinds"][0]["worst"]) == ("differs", None)
+
+
 def test_a_graph_that_is_wrong_fails(
     path: str, device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

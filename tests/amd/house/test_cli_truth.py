@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rocm_attn.cli import DONE, FAILED, INTERRUPTED, main, truth
+from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.truth.check import TruthReport
 from tests.amd.house.test_cli import GEMMA2, config_file
 
@@ -103,6 +104,16 @@ def test_what_is_missed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
     captured = capsys.readouterr()
     assert "NEEDLES WERE MISSED; 0 of 6 steps were replays" in captured.out
     assert "needles were missed, or hidden ones were seen: provider auto, K and V as q" in captured.err
+
+
+def test_a_result_that_is_no_number_is_null_in_the_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchDecode, "attend", lambda self, args, step, bounds: args.out.fill_(float("nan")))
+    assert main(["truth", "dense", *ON_CPU, "--providers", "torch", "--eager", "--json"]) == FAILED
+    (run,) = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(word))["runs"]
+    assert not run["passed"]
+    assert run["misses"][0]["distance"] is None
 
 
 @pytest.mark.usefixtures("heard")

@@ -155,18 +155,19 @@ def test_an_id_that_is_in_no_cache_is_downloaded_and_a_description_takes_its_con
     assert any(path.endswith("/model.safetensors") for path in hub.asked)
 
 
+@pytest.mark.parametrize("name", ["owner/other", "models/llama--8b"])
 @pytest.mark.parametrize(
     "command",
     [("explain", "--arch", "gfx942"), pytest.param(("generate", "x", "--model"), marks=pytest.mark.nightly)],
 )
-def test_an_id_that_the_hub_does_not_know_names_the_command_that_downloads(
-    command: tuple[str, ...], hub: Hub, home: Path
+def test_a_name_that_is_no_model_of_the_hub_names_the_command_that_downloads(
+    command: tuple[str, ...], name: str, hub: Hub, home: Path
 ) -> None:
-    done = hub.run(*command, "owner/other", home=home)
+    done = hub.run(*command, name, home=home)
     assert done.returncode == BAD_INPUT
     *_, sentence = done.stderr.splitlines()
-    assert sentence.startswith("rocm-attn: there is no file or directory owner/other, and Hugging Face's hub did not")
-    assert sentence.endswith("run: hf download owner/other, or give a directory")
+    assert sentence.startswith(f"rocm-attn: there is no file or directory {name}, and Hugging Face's hub did not")
+    assert sentence.endswith(f"run: hf download {name}, or give a directory")
     assert "Traceback" not in done.stderr
 
 

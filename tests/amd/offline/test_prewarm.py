@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,8 +17,9 @@ import torch
 from rocm_attn.capture import prewarm as capture_prewarm
 from rocm_attn.capture.kernel_bundle import save_bundle
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
-from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, main
 from rocm_attn.cli.prewarm import bundle_facts
+from rocm_attn.cli.signals import signals_to
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels import compile_only
 from rocm_attn.machine.target import known_target, target_elsewhere
@@ -223,6 +225,22 @@ def test_a_bundle_that_cannot_be_written_is_refused_before_anything_is_compiled(
         assert f"--bundle {file} cannot be written: " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [pipe]
     assert pipe.is_fifo()
+
+
+def test_a_bundle_that_is_ended_by_sigterm_leaves_no_file(
+    config: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path_factory.mktemp("place")
+
+    def ended(*given: object, **named: object) -> None:
+        assert len(list(place.iterdir())) == 1
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    monkeypatch.setattr("rocm_attn.cli.prewarm.prewarm", ended)
+    with signals_to(lambda *of_signal: pytest.fail("SIGTERM ends the process at once"), signal.SIGTERM):
+        assert main(["prewarm", str(config), *COMMAND, "--bundle", str(place / "kernels.tgz")]) == INTERRUPTED
+    assert not list(place.iterdir())
 
 
 def test_a_cache_that_cannot_be_written_is_refused_in_a_sentence(

@@ -224,6 +224,7 @@ def _reader(data: bytes, path: Path) -> gguf.GGUFReader:
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope' is not known"),
         ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.attention.causal": False}, "is not causal"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not known"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre 'tekken' is not known"),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre 'default' is not known; .*tokenizer.json"),

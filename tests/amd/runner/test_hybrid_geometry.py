@@ -214,6 +214,14 @@ def test_gemma_4_gives_single_layers_the_sizes_that_transformers_gives_them() ->
     assert [layer.head_dim for layer in geometry.layers] == [each.head_dim for each in config.per_layer_config]
 
 
+@pytest.mark.parametrize("settings", [None, {}])
+def test_no_layer_of_gemma_4_has_sizes_of_its_own_if_the_settings_are_empty(settings: dict[str, Any] | None) -> None:
+    fields = {"per_layer_config": settings, "num_hidden_layers": 6, "num_kv_shared_layers": 0}
+    config: Any = transformers.Gemma4TextConfig(**fields)
+    geometry = attention_geometry({**fields, "architectures": ["Gemma4ForCausalLM"]})
+    assert [layer.head_dim for layer in geometry.layers] == [each.head_dim for each in config.per_layer_config]
+
+
 def said_by_class(source: str) -> tuple[dict[str, Any], str]:
     """Returns the defaults of the class that a config names as its source, and the rest of the source."""
     name, _, rest = source.removeprefix("transformers ").partition(" ")[2].partition(";")

@@ -56,10 +56,6 @@ HARMLESS = {
     "states/chunk_rows.py: load without mask tl.load(first_words, mask=heads < G.HEADS, other=0.0)": (
         "words of later chunks decide only whether heads that are there are looked at once more"
     ),
-    "states/chunk_rows.py: store without mask "
-    "tl.store(words.decay + channels, tl.exp(tl.sum(decays, 0)), mask=channels < G.DK)": (
-        "the interpreter stores the words that follow later. On a GPU that would be a race"
-    ),
 }
 
 

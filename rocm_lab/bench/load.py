@@ -18,6 +18,7 @@ from rocm_lab.bench.request_trace import PREFIX_BLOCK, RequestTrace, TracedReque
 _PERCENTS = (50, 90, 99)
 # Ids below this one are often special.
 FIRST_TOKEN_ID = 3
+_GIVEN_UP = "given up"
 
 
 @dataclass(slots=True)
@@ -160,7 +161,6 @@ async def send_all(
     """
     room = asyncio.Semaphore(options.concurrency)
     outcomes: list[RequestRecord] = []
-    given_up: list[RequestRecord] = []
 
     async def one(request: TracedRequest, sending: Sending) -> None:
         await asyncio.sleep(max(0.0, begin + request.arrival_s - time.perf_counter()))
@@ -170,7 +170,8 @@ async def send_all(
             try:
                 await sending(outcome)
             except BaseException:
-                given_up.append(outcome)
+                # Now: its connection ends later, and would be another reason.
+                outcome.failure = outcome.failure or _GIVEN_UP
                 raise
             finally:
                 outcome.ended = time.perf_counter()
@@ -186,8 +187,9 @@ async def send_all(
     for task in late:
         task.cancel()
     await asyncio.gather(*late, return_exceptions=True)
-    for outcome in given_up:
-        outcome.failure = outcome.failure or f"not done {until}"
+    for outcome in outcomes:
+        if outcome.failure == _GIVEN_UP:
+            outcome.failure = f"not done {until}"
     never_sent, now = len(tasks) - len(outcomes), time.perf_counter()
     return outcomes + [RequestRecord(now, ended=now, failure=f"not sent {until}") for _ in range(never_sent)]
 

@@ -20,7 +20,7 @@ import pytest
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, main
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.load import LoadOptions, Quantiles, RequestRecord, Sending, ServingResult
+from rocm_lab.bench.load import LoadOptions, Quantiles, RequestRecord, Sending, ServingResult, send_all
 from rocm_lab.bench.openai_load import OpenAITarget, _Answer, run_load
 from rocm_lab.bench.request_trace import RequestTrace, TracedRequest
 from rocm_lab.cli import bench_serve
@@ -306,6 +306,21 @@ def test_what_came_before_an_interrupt_is_written(
     assert row["failures"] == {"not done before the interrupt": 1, "not sent before the interrupt": 1}
     assert 0 < row["seconds"] < 60
     assert "4 of 6 requests" in capsys.readouterr().out
+
+
+def test_a_request_that_was_given_up_does_not_say_how_its_connection_ended() -> None:
+    async def sending(outcome: RequestRecord) -> None:
+        def lose() -> None:
+            outcome.failure = outcome.failure or "the stream ended early"
+
+        try:
+            await asyncio.Event().wait()
+        finally:
+            asyncio.get_running_loop().call_soon(lose)
+
+    options = LoadOptions(max_seconds=0.01)
+    (outcome,) = asyncio.run(send_all(TRACE.requests[:1], [sending], options, time.perf_counter()))
+    assert outcome.failure == "not done within 0.01 s"
 
 
 def test_a_load_whose_requests_come_too_late_takes_no_time_below_0(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,9 +116,9 @@ def _add(left, right):
 
 
 @gluon.jit
-def _row_and_column(layout: gl.constexpr):
-    """The numbers of rows [64, 1] and of columns [1, 64]."""
-    row = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, layout))
+def _row_and_column(layout: gl.constexpr, ROWS: gl.constexpr = _CHUNK):
+    """The numbers of rows [ROWS, 1] and of columns [1, 64]."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, layout))
     return gl.expand_dims(row, 1), gl.expand_dims(column, 0)
 
@@ -294,17 +294,9 @@ def _of_head(words, head):
 
 
 @gluon.jit
-def _heads_and_tokens(HEADS: gl.constexpr):
-    """The numbers of a program's heads [HEADS, 1] and of a chunk's tokens [1, 64]."""
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _TOKENS))
-    token = gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, _TOKENS))
-    return gl.expand_dims(head, 1), gl.expand_dims(token, 0)
-
-
-@gluon.jit
 def _strengths(of, num_rows, HEADS: gl.constexpr):
     """Shared memory with the tokens' strengths. They are there after the next barrier."""
-    head, token = _heads_and_tokens(HEADS)
+    head, token = _row_and_column(_TOKENS, HEADS)
     strengths = _new_words(HEADS)
     strengths.store(gl.load(of.beta + (token * of.beta_token + head), mask=token + head * 0 < num_rows, other=0.0))
     return strengths
@@ -586,7 +578,7 @@ def _rows_of_sums(of, to, words, num_rows, HEADS: gl.constexpr, G: gl.constexpr)
     strengths = _strengths(of, num_rows, HEADS)
     added = _add_decays(of, num_rows, HEADS)
     gl.thread_barrier()
-    head, token = _heads_and_tokens(HEADS)
+    head, token = _row_and_column(_TOKENS, HEADS)
     sum_0, sum_1 = added.sums.slice(0, 1, 1).load(_TOKENS), added.sums.slice(1, 1, 1).load(_TOKENS)
     sum_2, sum_3 = added.sums.slice(2, 1, 1).load(_TOKENS), added.sums.slice(3, 1, 1).load(_TOKENS)
     decays = _decays_of(added.begun.load(_TOKENS), added.left.load(_TOKENS), sum_0, sum_1, sum_2, sum_3, token)

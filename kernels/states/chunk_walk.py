@@ -144,7 +144,7 @@ def _chunk_walk_kernel(
     COLUMNS: tl.constexpr,
 ):
     DK_BLOCK: tl.constexpr = G.DK_BLOCK
-    # Whether a chunk is loaded while the one before ends. By counts for MI300 and MI355 an iteration takes 0.69 to 0.96
+    # True: a chunk is loaded while the one before ends. By counts for MI300 and MI355 an iteration takes 0.69 to 0.96
     # of the clocks so; where two programs share a CU 0.72 to 0.87, but GDN's on MI300 1.11 (Qwen3-Next, Kimi-Linear,
     # Mamba2).
     AHEAD: tl.constexpr = not on_nvidia()
